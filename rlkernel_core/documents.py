@@ -29,7 +29,7 @@ from rlkernel_core.files import MOST, read_text
 
 DEPTH: Final = 64  # of lists and objects in each other
 TOML_MOST: Final = 256 << 10  # bytes: a dotted key of n parts makes n tables
-# A text in quotes, to its end or to that of the document: what stands in it nests nothing.
+# A text in quotes, to its end or to that of the document: brackets in it nest nothing.
 _QUOTED: Final = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 _BRACKETS: Final = re.compile(r"[\[\]{}]")
 _LONE: Final = re.compile(r"\\u[dD][89a-fA-F]")  # half of a pair of UTF-16, perhaps without the other

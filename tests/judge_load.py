@@ -108,7 +108,7 @@ def head(length: int, **more: str) -> bytes:
 
 
 async def honest(run: Run, number: int) -> None:
-    """A client that sends a task and waits for its verdict; it comes back when it is told to."""
+    """A client that sends a task and waits for its verdict; it comes back after as long as it was asked to."""
     right = number % 2 == 0
     source = (RIGHT if right else WRONG_TEMPERATURE) + f"\n# {number}\n"
     for _ in range(_TRIES):

@@ -61,6 +61,10 @@ def test_a_wrong_candidate_is_told_to_people_with_its_case(cli) -> None:
         (("a.py", "--op", "logprob", "--limit", "0"), "limit_s: "),
         (("a.py", "--op", "logprob", "--score", "none"), "unknown score"),
         (("serve", "--host", "0.0.0.0"), "--token-file"),
+        (("serve", "--memory", "3"), "--memory has no effect on rlkernel judge serve"),
+        (("a.py", "--op", "logprob", "--token-file", "t"), "--token-file has no effect on a verdict on files"),
+        (("attack", "--profile", "deep"), "--profile has no effect on rlkernel judge attack"),
+        (("attack", "--honest", "1", "--area", "timing"), "--area has no effect on rlkernel judge attack --honest"),
     ],
 )
 def test_a_question_that_is_none_is_one_clean_message(cli, arguments, words) -> None:

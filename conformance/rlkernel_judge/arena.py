@@ -1,8 +1,8 @@
 """Memory that a trial and a worker share: the trial writes arguments there and reads results from it.
 
-The trial writes while the worker's whole tree is stopped, and reads once it is stopped again: what lies there cannot be
-watched as it changes, and what comes later is not seen. The size is sealed, so that neither side can shorten it under
-the other.
+The trial writes while the worker's whole tree is stopped, and reads once it is stopped again: the worker cannot watch
+the values change, and the trial does not see what is written later. The size is sealed: neither side can shorten the
+memory that the other reads.
 
     memory    arguments of one call · results of one call
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlkernel_core.tree import flatten
 
-_ALIGN: Final = 64  # bytes; what lies at a multiple of it is aligned for any vector unit
+_ALIGN: Final = 64  # bytes: aligned for any vector unit
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _STALE: Final = 0xA5  # fills the place of results before a call
 SLACK: Final = 1 << 20  # bytes beyond what the results of the reference take
@@ -70,7 +70,7 @@ class Arena:
         return flat.as_strided(place.shape, place.stride)
 
     def clear(self, start: int) -> None:
-        """Forget what lies from `start` on."""
+        """Overwrite everything from byte `start` on."""
         self.bytes[start:].fill_(_STALE)
 
 

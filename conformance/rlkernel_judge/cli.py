@@ -33,9 +33,20 @@ EXITS: Final = {
 }
 SERVE: Final = "serve"
 ATTACK: Final = "attack"
+_TASK: Final = frozenset(
+    {"op", "baseline", "device", "profile", "clause", "timing", "strict", "limit", "sandbox", "memory", "score", "json"}
+)
+# Options that have an effect, by what is asked for: the first word, or "files".
+_USED: Final = {
+    "files": _TASK,
+    SERVE: frozenset({"device", "sandbox", "host", "port", "token_file", "waiting"}),
+    ATTACK: frozenset({"op", "device", "sandbox", "only", "area", "loaded", "json"}),
+    "attack --honest": frozenset({"op", "device", "honest", "loaded", "json"}),
+}
 
 
 def command(
+    context: typer.Context,
     files: Annotated[
         list[str], typer.Argument(help="Files with a function named as the operator, or `serve`, or `attack`.")
     ],
@@ -82,6 +93,8 @@ def command(
     definitions and clocks are elsewhere. What it claims beyond the plain
     call stands in the file as CLAIMS = {"grad", ...} and DTYPES = (...).
     """
+    words = "attack --honest" if files == [ATTACK] and honest else files[0] if files in ([SERVE], [ATTACK]) else "files"
+    _refuse_idle(context, words)
     if files == [SERVE]:
         from rlkernel_judge.serve import serve
 
@@ -102,7 +115,6 @@ def command(
         raise ConfigError("--op is missing: name the operator that the file implements, such as --op logprob")
     from pydantic import ValidationError
 
-    from rlkernel_judge.process_tree import adopt_orphans
     from rlkernel_judge.score import summary
     from rlkernel_judge.trial import judge
     from rlkernel_judge.verdict import Task, complaints
@@ -114,7 +126,6 @@ def command(
         task = Task.model_validate(asked)
     except ValidationError as error:
         raise ConfigError(complaints(error)) from error
-    adopt_orphans()
     verdicts = [judge(_bytes(file), task, file=file) for file in files]
     found = summary(verdicts) if len(verdicts) > 1 else verdicts[0]
     if json:
@@ -126,6 +137,16 @@ def command(
             _compared(found)
     if not all(v.correct for v in verdicts):
         raise typer.Exit(1)
+
+
+def _refuse_idle(context: typer.Context, asked: str) -> None:
+    """Refuse an option that was given and has no effect on what is asked for."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    for name in given:
+        if name not in _USED[asked] | {"files"}:
+            where = "a verdict on files" if asked == "files" else f"rlkernel judge {asked}"
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect on {where}; leave it out")
 
 
 def _attack(chosen: tuple[Attack, ...], device: str, sandbox: str, *, loaded: bool, json: bool) -> None:

@@ -1,8 +1,8 @@
-"""All processes that descend from one: stop them, let them go on, count their tasks and the time they computed.
+"""All processes that descend from a supervisor: stop them, let them go on, count their tasks and their CPU time.
 
 A judged process may start threads and processes, and those may leave their session, change their name and outlive
-their parent. They cannot leave the tree: in a process space of its own the first process of that space inherits
-orphans; elsewhere the judge does, once it called `adopt_orphans`. Linux, standard library only.
+their parent. They cannot leave the tree: orphans become children of the supervisor (`supervisor.py`), or of the first
+process of their own process space, which is below it. Linux, standard library only.
 
     freeze   SIGSTOP to every process of the tree until two looks in a row find every task stopped
     thaw     SIGCONT to every process of the tree
@@ -10,7 +10,6 @@ orphans; elsewhere the judge does, once it called `adopt_orphans`. Linux, standa
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import time
@@ -19,15 +18,10 @@ from typing import Final, NamedTuple
 
 from rlkernel_core.errors import RLKernelError
 
-_PR_SET_CHILD_SUBREAPER: Final = 36  # linux/prctl.h
 _STOPPED: Final = frozenset("Tt")  # states of /proc: stopped, stopped by a tracer
 _ENDED: Final = frozenset("ZX")  # only a number is left
-_SESSION, _BEGAN = 3, 19  # proc(5): of /proc/PID/stat, counted from the state
 _LOOKS: Final = 2  # in a row that must find every task stopped: one that is on its way may wake another
 _FREEZE_S: Final = 30.0  # on a busy machine a process may wait that long for its turn to stop
-
-_adopting = False
-_roots: set[int] = set()  # of the trees of this process
 
 
 class NotStoppedError(RLKernelError):
@@ -41,47 +35,25 @@ class Task(NamedTuple):
     thread: int
 
 
-def adopt_orphans() -> None:
-    """Become the parent of orphans of this process's trees, for a process that starts nothing but workers."""
-    global _adopting  # noqa: PLW0603 it is a property of the process
-    _adopting = ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
-
-
 class ProcessTree:
-    """A process and all that descend from it; without the process itself where it is `spared`, as a supervisor is."""
+    """All processes below one, which itself goes on: a supervisor that was stopped would not see its judge end."""
 
-    def __init__(self, root: int, *, spared: bool = False) -> None:
-        self.root, self.spared = root, spared
-        self.known: list[int] = [] if spared else [root]  # processes at the last look, parents first
-        _roots.add(root)
-        self.began = int(_fields(root)[_BEGAN])
-
-    def close(self) -> None:
-        """The root has ended: its number may be another's soon."""
-        _roots.discard(self.root)
+    def __init__(self, supervisor: int) -> None:
+        self.supervisor = supervisor
+        self.known: list[int] = []  # processes at the last look, parents first
 
     def tasks(self) -> dict[Task, str]:
         """Every thread of every process, and its state as /proc says it."""
         states: dict[Task, str] = {}
-        found = _look(self.root, states)
-        if _adopting:
-            _, children = _threads(os.getpid())
-            for orphan in children:
-                if orphan not in _roots and orphan not in found and self._may_be_of_it(orphan):
-                    found += _look(orphan, states)
-        if self.spared:
-            found.remove(self.root)
-            states = {task: state for task, state in states.items() if task.process != self.root}
-        self.known = found
+        self.known = []
+        _, waiting = _threads(self.supervisor)
+        while waiting:
+            pid = waiting.pop(0)
+            threads, children = _threads(pid)
+            self.known.append(pid)
+            states.update(threads)
+            waiting += children
         return states
-
-    def _may_be_of_it(self, orphan: int) -> bool:
-        """Whether a child of ours came from a tree: in no session of ours, and begun after the root."""
-        with suppress(OSError):
-            fields = _fields(orphan)
-            foreign = int(fields[_SESSION]) != os.getsid(0)
-            return orphan in self.known or (foreign and int(fields[_BEGAN]) >= self.began)
-        return False
 
     def freeze(self) -> None:
         """Stop every process of the tree; on return nothing of it runs until `thaw`.
@@ -103,7 +75,7 @@ class ProcessTree:
                 _send(pid, signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let every process of the last look go on, children first: the judged process is the root's child."""
+        """Let every process of the last look go on, children before their parents."""
         for pid in reversed(self.known):
             _send(pid, signal.SIGCONT)
 
@@ -115,18 +87,6 @@ class ProcessTree:
 def _send(pid: int, what: signal.Signals) -> None:
     with suppress(OSError):
         os.kill(pid, what)
-
-
-def _look(root: int, states: dict[Task, str]) -> list[int]:
-    """Processes from a root on, parents first; the states of their threads are added to `states`."""
-    found, waiting = [], [root]
-    while waiting:
-        pid = waiting.pop(0)
-        threads, children = _threads(pid)
-        found.append(pid)
-        states.update(threads)
-        waiting += children
-    return found
 
 
 def _threads(pid: int) -> tuple[dict[Task, str], list[int]]:
@@ -156,12 +116,3 @@ def _text(path: str) -> str:
         return os.read(descriptor, 1 << 16).decode(errors="replace")
     finally:
         os.close(descriptor)
-
-
-def _fields(pid: int) -> list[str]:
-    """What /proc/PID/stat says after the name: state, parent, group, session, ...
-
-    Raises:
-        OSError: there is no such process.
-    """
-    return _text(f"/proc/{pid}/stat").rpartition(")")[2].split()

@@ -69,7 +69,8 @@ def main(judge: int, bounds: Bounds, owner: int | None, folder: Path, command: l
                 why = "stopped"
             else:
                 why = excess(bounds, folder, counted=group is not None)
-        status = _end_all(child, group) if status is None else (_end_all(child, group), status)[1]
+        killed = _end_all(child, group)
+        status = killed if status is None else status
         if not why and group is not None and _events(group / "memory.events").get("oom_kill", 0):
             why = "memory"
     if os.getppid() != judge:

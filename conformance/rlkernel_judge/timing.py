@@ -49,9 +49,7 @@ _MOST_ROUNDS: Final = 2 * ROUNDS  # with those in which the machine was slow
 _FEWEST_ROUNDS: Final = 6  # quiet ones, without which there is no speedup
 _CHECKED: Final = 3  # results of every round; nobody knows which
 _GRACE_S: Final = 1.0
-_SENT: Final = (
-    256 << 20
-)  # bytes of arguments that are sent to a GPU's worker, values and all; larger ones are drawn there
+_SENT: Final = 256 << 20  # bytes of arguments that are sent to a GPU's worker; larger ones are drawn there
 _RESAMPLES: Final = 1000
 _IDLE_S: Final = 1e-3  # that a stopped tree may seem to have computed: the kernel counts up to the stop
 

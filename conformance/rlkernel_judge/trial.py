@@ -36,7 +36,6 @@ from rlkernel_judge import sandbox, score, timing, workloads
 from rlkernel_judge.arena import Arena
 from rlkernel_judge.guard import our_functions, plugin_packages
 from rlkernel_judge.probes import PROBE_FAULTS, run_probes
-from rlkernel_judge.process_tree import adopt_orphans
 from rlkernel_judge.source import SourceReport, read
 from rlkernel_judge.verdict import (
     ClauseReport,
@@ -154,7 +153,7 @@ class _Trial:
         match error:
             case None:
                 pass
-            case SystemExit():  # the trial is told to end
+            case SystemExit():  # a signal asked the trial to end
                 raise error
             case ConfigError() if not isinstance(error, UnknownNameError):
                 raise error
@@ -385,7 +384,6 @@ def baseline_of(task: Task) -> tuple[tuple[Impl, ...], bool]:
 def main() -> None:
     """One trial over standard input and output; a task that cannot be carried out is answered with its error."""
     sandbox.end_with_parent(*map(int, sys.argv[1:]))
-    adopt_orphans()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the workers on the way out
     asked = json.load(sys.stdin)
     try:

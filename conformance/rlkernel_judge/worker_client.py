@@ -89,9 +89,8 @@ class Worker:
                 limits=limits, keep=(theirs.fileno(), *keep),
                 OMP_NUM_THREADS=str(threads), TORCHINDUCTOR_COMPILE_THREADS="1",
             )  # fmt: skip
-        self.tree = ProcessTree(self._process.pid, spared=True)
+        self.tree = ProcessTree(self._process.pid)
         self.tasks = 0  # threads before the candidate was loaded, its pools started
-        self._stack.callback(self.tree.close)
         self._stack.callback(self._socket.close)
         self._stack.callback(sandbox.kill, self._process)
 

@@ -1,7 +1,7 @@
 """Landlock: judged code writes in its private folder and to its devices alone, and reaches no process but its own.
 
-The kernel has it from 5.13 on, for every user, in containers too: it holds where name spaces are not to be had. What it
-takes away: making, changing and removing files elsewhere, reading and writing the memory of processes outside, and from
+The kernel has it from 5.13 on, for every user, in containers too, also where plain users may not make name spaces. It
+forbids making, changing and removing files elsewhere, reading and writing the memory of processes outside, and from
 Linux 6.12 on signals to them. CUDA names its threads in /proc as it starts, and fails where it may not: where a GPU is
 used, a process may write there about its own threads. Standard library only.
 """
@@ -46,9 +46,7 @@ def restrict(folder: Path, devices: Iterable[str], *, gpu: bool) -> bool:
             with suppress(FileNotFoundError):
                 at = os.open(path, os.O_PATH | os.O_CLOEXEC)
                 libc.syscall(_ADD_RULE, ruleset, _PATH_BENEATH, struct.pack("=Qi", allowed, at), 0)
-                if not path.startswith(
-                    "/proc"
-                ):  # the kernel may forget that folder, and its rule, where none has it open
+                if not path.startswith("/proc"):  # the kernel forgets a rule there once nobody has the folder open
                     os.close(at)
         return bool(libc.syscall(_RESTRICT_SELF, ruleset, 0) == 0)
     finally:

@@ -1,8 +1,8 @@
 """A third party's plugin is imported in a process of its own before this one: it may crash, exit or never return.
 
-One process imports the entry point, judges the manifest, and imports every function that the manifest names. What ends
-the process, or does not end, is told of the function that was being imported, and the others are asked in a new one. A
-good outcome is remembered for good, by the plugin's version and files and everything that is installed beside it.
+One process imports the entry point, judges the manifest, and imports every function that the manifest names. If the
+process crashes or hangs, the function that it was importing is blamed, and a new process tries the others. A good
+outcome is kept until the plugin's version or files change, or anything that is installed beside it.
 
 This finds carelessness, not malice: what passes is imported here. Imports no sibling that loads plugins.
 """
@@ -78,7 +78,7 @@ def tried(plugin: Plugin, record: str = "", *, cache: Path | None = None) -> Tri
         except OSError:  # no process can be started here: nothing can be found out before the import
             return Tried(None, {})
         if _worth_remembering(known):
-            outcomes.remember(path, {**facts, "verdicts": {name: _words(r) for name, r in known.items()}})
+            outcomes.remember(path, {**facts, "verdicts": {name: as_json(r) for name, r in known.items()}})
     return Tried(known.get(MANIFEST), {name: r for name, r in known.items() if name != MANIFEST and r is not None})
 
 
@@ -135,7 +135,8 @@ def _ended(plugin: Plugin, at: str, ended: child.Ended) -> Reason:
     return Reason("load", "import-crashed", f"{what}: {ended.how}", fix)
 
 
-def _words(reason: Reason | None) -> list[str] | None:
+def as_json(reason: Reason | None) -> list[str] | None:
+    """A verdict as lists and texts, which `_reason` reads back."""
     return None if reason is None else [reason.stage, reason.code, reason.text, reason.fix]
 
 

@@ -42,11 +42,11 @@ def _try(file: int, plugin: trial.Plugin, skipped: list[str]) -> None:
     if plugin.group != GROUP:
         _, error = guarded(entry.load)
         _alone(file)
-        _say(file, verdict=_words(None if error is None else raised(found, plugin.value, error)))
+        _say(file, verdict=trial.as_json(None if error is None else raised(found, plugin.value, error)))
         return
     found = imported(found, entry)
     _alone(file)
-    _say(file, verdict=_words(found.reason))
+    _say(file, verdict=trial.as_json(found.reason))
     impls = found.manifest.impls if found.manifest else ()
     asked = {name: load for impl in impls for name, load in named(impl, OPERATORS[impl.op.partition("@")[0]])}
     _say(file, names=list(asked))
@@ -56,7 +56,7 @@ def _try(file: int, plugin: trial.Plugin, skipped: list[str]) -> None:
             answer, error = guarded(load)
             _alone(file)
             answer = raised(found, name, error) if error is not None else answer
-            _say(file, verdict=_words(answer if isinstance(answer, Reason) else None))
+            _say(file, verdict=trial.as_json(answer if isinstance(answer, Reason) else None))
 
 
 class _Copies:
@@ -70,7 +70,7 @@ def _count() -> None:
 
 
 def _alone(file: int) -> None:
-    """A copy ends here and says so; the process that made it waits a moment for that."""
+    """End here, with a line that says so, if this is a forked copy; the original waits a moment for its copies."""
     if os.getpid() != _Copies.pid:
         _say(file, copied=True)
         os._exit(0)
@@ -83,10 +83,6 @@ def _alone(file: int) -> None:
         if not ended:
             time.sleep(0.01)
     _Copies.made = 0
-
-
-def _words(reason: Reason | None) -> list[str] | None:
-    return None if reason is None else [reason.stage, reason.code, reason.text, reason.fix]
 
 
 def _say(file: int, **line: Any) -> None:
