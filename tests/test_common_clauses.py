@@ -93,7 +93,7 @@ def test_the_attack_on_large_batches_finds_offsets_that_wrap() -> None:
     target = f"{__name__}:wraps_at_4096"
     impl = Impl(op="advantage@1", target=target, requires=Requires(device="*"), supports=claims)
     with rlk.registered(Backend(name="wraps", api=API_VERSION, impls=(impl,))):
-        assert "64 GiB" in next(o.message for o in clauses_of(wrong)[1] if o.clause == "AD-27")
+        assert "96 GiB" in next(o.message for o in clauses_of(wrong)[1] if o.clause == "AD-27")
         with right.chosen():
             attack.prop(right, Large(5000, T=64))
         with wrong.chosen(), pytest.raises(Violation, match="times the tolerance"):

@@ -7,9 +7,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 from rlkernel.survey import Situation, foresee
 from rlkernel_core.errors import RLKernelError
+from rlkernel_core.spec.logprob import LogprobCall
 from rlkernel_jetson import backend
 from rlkernel_triton.aot.bundle import Bundle, write_bundle
 from rlkernel_triton.aot.configurations import Code, Configuration
@@ -66,8 +68,9 @@ def test_without_a_driver_the_bundle_is_not_looked_for_and_the_error_says_what_t
     from rlkernel_triton.aot.backend import BundleBackend
 
     monkeypatch.setattr(driver.Driver.__init__, "__defaults__", ("no-such-cuda.so",))
+    prepare = BundleBackend(list)("logprob")
     with pytest.raises(RLKernelError, match="Install NVIDIA's driver"):
-        BundleBackend("nowhere", list)("logprob")
+        prepare(LogprobCall(torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64)))
 
 
 def test_orin_s_code_elsewhere_is_a_backend_of_its_own_that_no_jetson_takes() -> None:

@@ -136,9 +136,16 @@ class BundleBackend:
             raise AttributeError(name)
         if op != name:
             return self._fits(op)
-        from rlkernel_triton.prepared import prepared
+        return self._prepares(op)
 
-        return prepared(op, self.scope)
+    def _prepares(self, op: str) -> Callable[[Any], Callable[[Any], Any]]:
+        def prepare(call: Any) -> Callable[[Any], Any]:
+            """Look for the driver and the bundles here, at the first call: what would run elsewhere needs neither."""
+            from rlkernel_triton.prepared import prepared
+
+            return prepared(op, self.scope)(call)
+
+        return prepare
 
     def _fits(self, op: str) -> Callable[[Any], Reason | None]:
         from rlkernel_triton.launchers import within

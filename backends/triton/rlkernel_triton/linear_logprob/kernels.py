@@ -21,10 +21,6 @@ from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.common.linear_tile import tile_logits, tile_swizzle
 from rlkernel_triton.common.softmax import LEAST_SHIFT, dlogits, finite_or_zero, row_scales
 
-# Products of fp32 that are added in one chain: a longer one loses its small terms beside its large sum, in a sum over a
-# vocabulary. Slices of K are multiples of it, so cutting K changes no bit. Triton folds `acc += dot` into one chain.
-CHAIN = tl.constexpr(64)
-
 
 @triton.jit
 def row_at(index, r, inside, HAS_INDEX: tl.constexpr):
@@ -231,6 +227,10 @@ def head_matmul(
     acc = tl.zeros([BM, BN], tl.float32)
     if ADD:
         acc = tl.load(to, mask=written, other=0.0)
+    # Products of fp32 that are added in one chain: in a sum over a vocabulary a longer one loses its small terms beside
+    # its large sum. Slices of K are multiples of it, so cutting K changes no bit. (Triton turns `acc += dot` into one
+    # chain again.)
+    CHAIN: tl.constexpr = 64
     part = tl.zeros([BM, BN], tl.float32)
     x0 = a + m.to(tl.int64)[:, None] * a_stride + k.to(tl.int64)[None, :] * a_step
     w0 = b + k.to(tl.int64)[:, None] * b_stride + c.to(tl.int64)[None, :] * b_step
