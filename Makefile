@@ -6,6 +6,8 @@ TORCH  ?= torch==2.13.0
 # PyPI's torch for Linux brings gigabytes of CUDA packages; the CPU build has an index of its own.
 TORCH_CPU = https://download.pytorch.org/whl/cpu
 RUN     = $(VENV)/bin/python
+# What installs; uv does in seconds: INSTALL='uv pip install --quiet --python .venv/bin/python'.
+INSTALL = $(RUN) -m pip install --quiet
 STAMP   = $(VENV)/.rlkernel-ready
 # LOCK=requirements/ci.txt installs what CI does, by digests; torch comes from its own index, by version.
 LOCK   ?=
@@ -28,9 +30,9 @@ setup: $(STAMP) ## a virtual environment with torch's CPU build and everything t
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(if $(LOCK),$(RUN) -m pip install --quiet --require-hashes --no-deps -r $(LOCK))
-	$(RUN) -m pip install --quiet "$(TORCH)+cpu" || $(RUN) -m pip install --quiet --index-url $(TORCH_CPU) "$(TORCH)"
-	$(RUN) -m pip install --quiet $(if $(LOCK),--no-build-isolation) -e '.[dev]'
+	$(if $(LOCK),$(INSTALL) --require-hashes --no-deps -r $(LOCK))
+	$(INSTALL) "$(TORCH)+cpu" || $(INSTALL) --index-url $(TORCH_CPU) "$(TORCH)"
+	$(INSTALL) $(if $(LOCK),--no-build-isolation) -e '.[dev]'
 	touch $@
 
 demo: $(DEMO_VENV)/.rlkernel-ready ## watch a small model learn arithmetic by GRPO here: a minute on a GPU, two on a CPU

@@ -203,7 +203,10 @@ def test_a_judge_that_is_ended_leaves_no_process_and_no_folder(how, tmp_path) ->
         token = f"orphan-{os.getpid()}-{how}-{place}"
         source = f"import os, time\nif os.fork() == 0:\n    os.setsid()\nsay('up')\ntime.sleep(600)  # {token}\n"
         code = f"""
+import signal
 from tests import sandboxed
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background ignores both
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 with sandboxed.started({source!r}, {place!r}) as channel:
     channel.recv(4)
     print("up", flush=True)

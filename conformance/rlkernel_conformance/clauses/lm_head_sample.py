@@ -24,7 +24,7 @@ from rlkernel_conformance.subject import Subject
 from rlkernel_core.spec.sampling import SampleResult, Status, TokenLists
 
 
-@attack("LH-01", heads, scale=SCALE)
+@attack("LH-01", heads, scale=SCALE, examples=(Heads(0),))
 def draws_are_those_of_sample(subject: Subject, case: Heads) -> None:
     """Token and kept set of sample on the logits, wherever the rounding of a matmul leaves no doubt."""
     as_defined(subject, case.operands(subject))

@@ -16,10 +16,10 @@ from rlkernel_triton.interpreted import backend
 # Operator -> clauses that are left to GPUs, besides those that every operator has: many draws or rows, bytes that are
 # counted, and graphs take minutes here.
 LEFT = {
-    "affine_suffix_scan": ("SC-14",),
-    "advantage": ("AD-26",),
-    "whiten": ("WH-13",),
-    "policy_loss": ("PL-26", "PL-33"),
+    "affine_suffix_scan": ("SC-13", "SC-14"),
+    "advantage": ("AD-24", "AD-26"),
+    "whiten": ("WH-03", "WH-13"),
+    "policy_loss": ("PL-09", "PL-26", "PL-33"),
     "linear_policy_loss": ("LPL-02", "LPL-03", "LPL-04", "LPL-05", "LPL-17"),
     "logprob": ("LP-23",),
     "linear_logprob": ("LL-05", "LL-17", "LL-29"),
