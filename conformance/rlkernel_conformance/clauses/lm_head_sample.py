@@ -30,7 +30,7 @@ def draws_are_those_of_sample(subject: Subject, case: Heads) -> None:
     as_defined(subject, case.operands(subject))
 
 
-@attack("LH-02", heads, scale=SCALE)
+@attack("LH-02", heads, scale=SCALE, examples=(Heads(0, V=1100),))
 def log_probabilities_match_float64(subject: Subject, case: Heads) -> None:
     """Of the drawn token, whichever it is; under the raw law too."""
     made = case.operands(subject)
@@ -139,7 +139,7 @@ def degenerate_rows_are_those_of_sample(subject: Subject, case: Heads) -> None:
         require(bool((none.status == Status.EMPTY).all()), f"an empty law has status {none.status.tolist()}")
 
 
-@attack("LH-06", lambda s: heads(s, edits=True), scale=SCALE)
+@attack("LH-06", lambda s: heads(s, edits=True), scale=SCALE, examples=(Heads(0, V=1100, edits=True),))
 def edits_act_on_tiles_as_on_rows(subject: Subject, case: Heads) -> None:
     """Masks and penalties at every tile; the masks as lists of banned ids too."""
     made = case.operands(subject)
