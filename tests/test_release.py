@@ -168,7 +168,7 @@ def wheelhouse(dist) -> Path:
     ("extra", "hidden", "place", "brought"),
     [
         ("cpu", (), ("--device", "cpu"), []),
-        ("triton", (), ("--device", "cuda", "--arch", "sm80", "--dtype", "bfloat16"), ["triton"]),
+        # What `triton` brings comes with `cuda` too.
         ("cuda", (), ("--device", "cuda", "--arch", "sm90", "--dtype", "bfloat16"), ["cuda", "triton"]),
         # Where no triton can be found, pip would fail for one that asks for it.
         ("rocm", ("triton",), ("--device", "cuda", "--arch", "gfx942", "--dtype", "bfloat16"), ["rocm", "triton"]),
