@@ -9,11 +9,13 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from rlkernel_core.reasons import Reason
 
 CONFORMANT = "conformant"  # in a policy's needs: a conformance report must hold for what would run
+EXACT = "exact"  # in a policy's needs: conformant, batch-invariant, and its manifest names the order of its sums
+PROVED = frozenset({CONFORMANT, EXACT})  # needs that are no features, and that a conformance report must show
 AUTO = "auto"  # in an order: all of rlkernel's own backends
 PLAIN_TORCH = "torch"  # the backend without kernels of its own
 ALIASES: Final[Mapping[str, str]] = {"reference": PLAIN_TORCH}  # other names of backends, where one may be written
@@ -68,7 +70,7 @@ class Policy:
     ops: Mapping[str, OpPolicy] = field(default_factory=dict)  # by operator name
     probe: str = "subprocess"  # "subprocess" | "inprocess" | "off"
     lock: str | None = None  # path of the lock file that must hold
-    reports: str | None = None  # folder of the conformance reports that `need = ["conformant"]` asks
+    reports: str | None = None  # folder of the conformance reports that "conformant" and "exact" in `need` ask
     source: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def __hash__(self) -> int:
@@ -77,6 +79,17 @@ class Policy:
     def of(self, op: str) -> OpPolicy:
         """The policy of an operator `op`, by name or by id."""
         return self.ops.get(op.partition("@")[0], self.default)
+
+
+class Pin(NamedTuple):
+    """What a lock allows an operator to run."""
+
+    target: str  # "package.module:function"
+    provider: str  # distribution and version: "rlkernel 0.1.0"
+    sums: str = ""  # in which order it adds, as its manifest names it; empty where it names none
+
+    def __str__(self) -> str:
+        return f"{self.target} [{self.provider}]" + (f" sums={self.sums}" if self.sums else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +134,14 @@ class Decision:
     ambiguous: tuple[str, ...] = ()  # backends of one tier that all qualify: an error
     source: str = "default"  # where the order came from
     room: Room | None = field(default=None, compare=False)  # of what was chosen, where the decision was explained
+    sums: str | None = None  # in which order it adds, as its manifest names it: equal names promise equal bits
 
     @property
     def hash(self) -> str:
-        """12 hex digits over what runs (operator, device, implementation, version): equal on ranks that agree."""
+        """12 hex digits over what runs (operator, device, implementation, version, sums): equal on ranks that agree."""
         what: list[object] = [self.call.op, self.call.device, self.call.arch, self.call.dtype, self.call.grad]
         what += [sorted(self.call.features), self.backend, self.target, self.version]
+        what += [self.sums] if self.sums is not None else []
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]
 
     def as_dict(self) -> dict[str, Any]:

@@ -23,6 +23,7 @@ _OP = re.compile(r"[a-z][a-z0-9_]*@[1-9][0-9]*")
 _DEVICE = re.compile(r"\*|[a-z][a-z0-9_]*")
 _DTYPE = re.compile(r"[a-z][a-z0-9_]*")
 _ARCH = re.compile(r"[a-z]+[0-9]+\+|[a-z*?][a-z0-9_*?]*")
+_SUMS = re.compile(r"[a-z0-9][a-z0-9._+-]*(/[a-z0-9][a-z0-9._+-]*)*")
 
 
 def _match(pattern: re.Pattern[str], example: str) -> AfterValidator:
@@ -44,6 +45,7 @@ Name = Annotated[str, _match(_NAME, "acme")]
 OpId = Annotated[str, _match(_OP, "logprob@1")]
 Device = Annotated[str, _match(_DEVICE, "cuda")]
 Dtype = Annotated[str, _match(_DTYPE, "bfloat16")]
+Sums = Annotated[str, _match(_SUMS, "mma16/c8/f32")]
 Arch = Annotated[str, BeforeValidator(_spelled), _match(_ARCH, "sm90', 'sm80+' or 'gfx9*")]
 
 
@@ -97,6 +99,11 @@ class Impl(_Claim):
     )
     limits: Limits | None = Field(
         default=None, description="the largest sizes it takes; checked before `check` is asked"
+    )
+    sums: Sums | None = Field(
+        default=None,
+        description="name of the order in which it adds, e.g. 'mma16/c8/f32'; two implementations of one operator that "
+        "name the same order promise the same bits on one architecture; left out, it promises none",
     )
     workspace: Target | None = Field(
         default=None,

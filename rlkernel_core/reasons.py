@@ -52,7 +52,10 @@ STAGES: Final[dict[str, dict[str, str]]] = {
         "excluded": "the implementation excludes this architecture by name",
     },
     "dtype": {"unsupported": "the implementation does not claim this dtype"},
-    "features": {"missing": "the call or the policy needs a feature the implementation does not claim"},
+    "features": {
+        "missing": "the call or the policy needs a feature the implementation does not claim",
+        "no-sums": "the policy needs exact bits, and the manifest names no order of the implementation's sums",
+    },
     "grad": {"unsupported": "the call needs gradients and the implementation claims none"},
     "shape": {
         "too-large": "the call has more rows, or a larger vocabulary, than the implementation says that it takes",

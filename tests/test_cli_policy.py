@@ -135,8 +135,8 @@ def test_a_lock_that_no_longer_holds_is_shown_as_a_difference(cli, tmp_path) -> 
     before = path.read_text()
     result = cli("lock", "--check")
     assert (result.exit_code, path.read_text()) == (1, before)
-    assert "  - rlkernel_torch.logprob:logprob  [rlkernel 0.0.9]" in result.stdout
-    assert "  + rlkernel_torch.logprob:logprob  [" + NOW + "]" in result.stdout
+    assert "  - rlkernel_torch.logprob:logprob [rlkernel 0.0.9]" in result.stdout
+    assert "  + rlkernel_torch.logprob:logprob [" + NOW + "]" in result.stdout
     found = answer(cli("lock", "--check", "--json"))
     assert (found["holds"], set(found["differences"])) == (False, {spec.id for spec in OPERATORS.values()})
 

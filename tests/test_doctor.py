@@ -14,6 +14,7 @@ from rlkernel.doctor import SEVERITIES, Finding, Machine, diagnose
 from rlkernel.doctor.hardware import Gpu, Hardware
 from rlkernel.doctor.machine import UNTESTED
 from rlkernel.doctor.torchbuild import TorchBuild
+from rlkernel_core.decision import Pin
 from rlkernel_core.host.board import Board
 from rlkernel_core.host.memory import Memory
 from rlkernel_core.host.power import Clock, PowerState
@@ -167,7 +168,7 @@ CASES = [
     ("config/not-installed", "warning", machine(policy=policy(order=["cuda", "auto"])), "cuda", "rlkernel[cuda]"),
     ("config/not-installed", "warning", machine(policy=policy(ops={"logprob": {"order": ["acme"]}})), "acme", ""),
     ("lock/missing", "problem",
-     machine(policy=policy(lock="r.lock"), locked={"logprob@1": frozenset({("a:b", "acme 0.9")})}),
+     machine(policy=policy(lock="r.lock"), locked={"logprob@1": frozenset({Pin("a:b", "acme 0.9")})}),
      "a:b [acme 0.9]", "rlkernel lock"),
     ("cache/read-only", "warning", machine(cache="/c", cache_problem="Read-only file system"),
      "Read-only file system", "XDG_CACHE"),
@@ -200,7 +201,9 @@ def test_every_finding_that_is_not_ok_says_what_it_costs_and_most_what_fixes_it(
         machine(hardware=NVIDIA, torch=CU128, packages=FULL, torch_triton="triton==3.5.0", policy=policy()),
         machine(candidates=(candidate(),), policy=policy(order=["acme"]), self_tests={("acme", "cpu"): None}),
         machine(
-            policy=policy(lock="r"), candidates=(candidate(),), locked={"l@1": frozenset({("pkg.mod:fn", "acme 1.0")})}
+            policy=policy(lock="r"),
+            candidates=(candidate(),),
+            locked={"l@1": frozenset({Pin("pkg.mod:fn", "acme 1.0")})},
         ),
         machine(
             hardware=AMD,

@@ -11,6 +11,7 @@ import torch
 
 import rlkernel as rlk
 from rlkernel import lock
+from rlkernel_core.decision import Pin
 from rlkernel_core.errors import FileError, LockError
 from tests.implementations import acme
 
@@ -25,7 +26,7 @@ def test_a_lock_of_what_ran_lets_it_run_again(tmp_path) -> None:
     lock.write(path, [r.decision for r in rlk.status()])
     with rlk.use(lock=str(path)):
         rlk.logprob(LOGITS, IDS)
-    assert lock.read(str(path)) == {"logprob@1": frozenset({("rlkernel_torch.logprob:logprob", "rlkernel 0.1.0")})}
+    assert lock.read(str(path)) == {"logprob@1": frozenset({Pin("rlkernel_torch.logprob:logprob", "rlkernel 0.1.0")})}
 
 
 def test_what_is_not_pinned_is_an_error_that_says_what_is(tmp_path) -> None:
@@ -66,7 +67,7 @@ def test_a_lock_that_was_written_again_is_read_again(tmp_path) -> None:
         pins = [{"backend": "torch", "target": "a:b", "provider": provider}]
         path.write_text(json.dumps({"version": 1, "operators": {"logprob@1": pins}}))
         os.utime(path, (1, 1))  # as quickly as the clock of the file system ticks
-        assert lock.read(str(path)) == {"logprob@1": frozenset({("a:b", provider)})}
+        assert lock.read(str(path)) == {"logprob@1": frozenset({Pin("a:b", provider)})}
 
 
 def test_a_lock_that_may_not_be_read_is_an_error_that_names_it(tmp_path, monkeypatch) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rlkernel.coverage import matches
 from rlkernel.discover import FIRST_PARTY, Candidate
 from rlkernel.resolve import Facts, resolve
-from rlkernel_core.decision import AUTO, PLAIN_TORCH, Call, OpPolicy
+from rlkernel_core.decision import AUTO, PLAIN_TORCH, Call, OpPolicy, Pin
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
 from rlkernel_core.reasons import CODES, Reason
 from rlkernel_core.spec import OPERATORS
@@ -301,7 +301,7 @@ def test_another_kernel_of_ours_is_the_choice_where_the_order_does_not_name_the_
         ),
         (
             candidate("triton", impl("cuda")),
-            Facts(locked={OP: frozenset({("ref:fn", "rlkernel 1.0")})}),
+            Facts(locked={OP: frozenset({Pin("ref:fn", "rlkernel 1.0")})}),
             "policy/locked",
         ),
     ],
@@ -436,15 +436,15 @@ def test_a_feature_that_the_policy_needs_is_refused_when_not_claimed() -> None:
 
 
 def test_a_lock_refuses_what_it_does_not_pin() -> None:
-    facts = Facts(locked={OP: frozenset({("pkg.mod:fn", "rlkernel-acme 2.0")})})
+    facts = Facts(locked={OP: frozenset({Pin("pkg.mod:fn", "rlkernel-acme 2.0")})})
     assert slug_of(by_name(candidate("acme", impl())), Call(OP, "cpu"), facts=facts) == "policy/locked"
-    pinned = Facts(locked={OP: frozenset({("pkg.mod:fn", "rlkernel-acme 1.0")})})
+    pinned = Facts(locked={OP: frozenset({Pin("pkg.mod:fn", "rlkernel-acme 1.0")})})
     assert resolve(by_name(candidate("acme", impl())), pinned, Call(OP, "cpu"), OpPolicy(("acme",))).backend == "acme"
 
 
 def test_running_what_the_lock_pins_is_no_fallback() -> None:
     machine = by_name(candidate("cuda", impl("cuda")), candidate("triton", impl("cuda")))
-    facts = Facts(locked={OP: frozenset({("pkg.mod:fn", "rlkernel-triton 1.0")})})
+    facts = Facts(locked={OP: frozenset({Pin("pkg.mod:fn", "rlkernel-triton 1.0")})})
     decision = resolve(machine, facts, Call(OP, "cuda"), OpPolicy(fallback="error"))
     assert (decision.backend, decision.fell_back_from) == ("triton", None)
     assert [r.reason.slug for r in decision.rejected if r.backend == "cuda"] == ["policy/locked"]

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from rlkernel_core.decision import ALIASES, AUTO, CONFORMANT, OpPolicy, Policy
+from rlkernel_core.decision import ALIASES, AUTO, PROVED, OpPolicy, Policy
 from rlkernel_core.documents import read_toml, short
 from rlkernel_core.environment import path_in, variable
 from rlkernel_core.errors import ConfigError, FileError, UnknownNameError, did_you_mean
@@ -44,7 +44,8 @@ class OpSettings(BaseModel):
     fallback: Literal["warn", "error"] | None = Field(default=None, description="how loud a fallback is")
     need: tuple[str, ...] | None = Field(
         default=None,
-        description="features an implementation must claim; 'conformant': a report in `reports` must hold for it",
+        description="features an implementation must claim; 'conformant': a report in `reports` must hold for it; "
+        "'exact': that, batch_invariant, and a manifest that names `sums`",
     )
     profile: bool | None = Field(
         default=None, strict=True, description="whether profilers show each call as a range with its decision's id"
@@ -87,7 +88,8 @@ class Settings(OpSettings):
     )
     lock: str | None = Field(default=None, description="path of the lock file; relative to the configuration file")
     reports: str | None = Field(
-        default=None, description="folder of conformance reports, for need = ['conformant']; relative likewise"
+        default=None,
+        description="folder of conformance reports, for need = ['conformant'] and ['exact']; relative likewise",
     )
     ops: dict[str, OpSettings] = Field(default_factory=dict, description="the same keys for one operator")
 
@@ -135,7 +137,7 @@ def validated(values: Mapping[str, Any], where: str, backends: Iterable[str], fo
 def _features(op: str) -> frozenset[str]:
     """What a policy can need of an operator; of any where none is named."""
     specs = [OPERATORS[op]] if op else OPERATORS.values()
-    return frozenset({CONFORMANT}).union(*(spec.feature_names for spec in specs))
+    return PROVED.union(*(spec.feature_names for spec in specs))
 
 
 def _first_problem(error: ValidationError) -> str:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlkernel import policy
 from rlkernel.provenance import status
+from rlkernel.wording import implementation
 from rlkernel_core import __version__
 from rlkernel_core.errors import ResolutionError
 from rlkernel_core.ranks import TIMEOUT, by_key, differing, exchange, whole
@@ -50,7 +51,7 @@ def assert_same_decisions(group: ProcessGroup | None = None, *, timeout: float =
         ResolutionError: two ranks run different implementations or versions; the message names call and ranks.
         RankError: a rank did not answer in time; the message names it.
     """
-    ran = sorted({(str(r.decision.call), f"{r.decision.target} [{r.decision.version}]") for r in status()})
+    ran = sorted({(str(r.decision.call), f"{implementation(r.decision)} [{r.decision.version}]") for r in status()})
     # A kind of call may have been decided under several policies, on each rank in an order of its own.
     mine = {call: ", ".join(target for _, target in same) for call, same in groupby(ran, itemgetter(0))}
     served = by_key(exchange("decisions", mine, group, timeout))

@@ -1,8 +1,9 @@
 """Evidence in selection: whether a conformance report shows that a backend holds an operator's clauses here.
 
-Asked where a policy says `need = ["conformant"]`, with `reports` as the folder of the reports. A report counts if it is
-of the backend, the operator and this kind of device, if its verdict is "holds", and if its fingerprint of sources and
-its library versions are those of now. Reading reports is the suite's work, which is loaded when it is asked for.
+Asked where a policy says `need = ["conformant"]` or `need = ["exact"]`, with `reports` as the folder of the reports. A
+report counts if it is of the backend, the operator and this kind of device, if its verdict is "holds", and if its
+fingerprint of sources and its library versions are those of now. Reading reports is the suite's work, which is loaded
+when it is asked for.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def unproved(folder: str | None, packages: Mapping[str, str], backend: str, call
         call: operator, device and architecture.
     """
     if folder is None:
-        text = 'the policy needs "conformant" and names no reports'
+        text = "the policy needs conformance reports and names no folder of them"
         return Reason("evidence", "none", text, 'reports = "conformance/reports", the folder of your reports')
     ask: Callable[..., Reason | None] | Reason = load_target(_ASKED)
     return ask if isinstance(ask, Reason) else ask(folder, packages, backend, call)

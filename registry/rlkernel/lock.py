@@ -1,4 +1,4 @@
-"""rlkernel.lock: which implementation and version each operator may use, for every process of a run.
+"""rlkernel.lock: which implementation, version and order of sums each operator may use, for every process of a run.
 
 A trainer writes it, a rollout engine reads it: an operator that has pins runs nothing else.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from rlkernel_core.decision import Decision
+from rlkernel_core.decision import Decision, Pin
 from rlkernel_core.documents import read_json
 from rlkernel_core.files import read_bytes, write_text
 
@@ -18,28 +18,28 @@ __all__ = ["content", "differences", "read", "write"]
 
 VERSION: Final = 1
 MOST: Final = 1 << 20  # bytes
-_FORM: Final = {"version": frozenset({VERSION}), "operators": {str: [{"target": str, "provider": str}]}}
+_FORM: Final = {"version": frozenset({VERSION}), "operators": {str: [{"target": str, "provider": str, "sums?": str}]}}
 _REMEDY: Final = "Write it with `rlkernel lock --force`, or remove `lock` from the configuration."
 
 
-def read(path: str) -> Mapping[str, frozenset[tuple[str, str]]]:
-    """What the lock file at `path` pins: operator id -> allowed (target, provider).
+def read(path: str) -> Mapping[str, frozenset[Pin]]:
+    """What the lock file at `path` pins: operator id -> what it may run. Pins of before `sums` have none.
 
     Raises:
         FileError: no such file, or not a lock file of this version.
     """
     found = read_json(path, _FORM, _REMEDY, MOST)
-    return {op: frozenset((pin["target"], pin["provider"]) for pin in pins) for op, pins in found["operators"].items()}
+    return _pins(found["operators"])
 
 
 def content(decisions: Iterable[Decision]) -> dict[str, Any]:
     """The lock that pins what these decisions chose."""
-    operators: dict[str, set[tuple[str, str, str]]] = {}
+    operators: dict[str, set[tuple[str, Pin]]] = {}
     for d in decisions:
         if d.backend and d.target and d.version:
-            operators.setdefault(d.call.op, set()).add((d.backend, d.target, d.version))
+            operators.setdefault(d.call.op, set()).add((d.backend, Pin(d.target, d.version, d.sums or "")))
     pins = {
-        op: [{"backend": b, "target": t, "provider": p} for b, t, p in sorted(found)]
+        op: [{"backend": b, **{k: v for k, v in pin._asdict().items() if v}} for b, pin in sorted(found)]
         for op, found in sorted(operators.items())
     }
     return {"version": VERSION, "operators": pins}
@@ -65,14 +65,19 @@ def _text(pins: Mapping[str, Any]) -> str:
     return json.dumps(pins, indent=2) + "\n"
 
 
-def differences(
-    pinned: Mapping[str, frozenset[tuple[str, str]]], decisions: Iterable[Decision]
-) -> dict[str, tuple[frozenset[tuple[str, str]], frozenset[tuple[str, str]]]]:
-    """Where a lock and `decisions` differ: operator id -> (pinned, now), each a set of (target, provider)."""
-    now = {
-        op: frozenset((pin["target"], pin["provider"]) for pin in pins)
-        for op, pins in content(decisions)["operators"].items()
+def _pins(operators: Mapping[str, Any]) -> dict[str, frozenset[Pin]]:
+    """What the operators of a lock may run."""
+    return {
+        op: frozenset(Pin(pin["target"], pin["provider"], pin.get("sums", "")) for pin in pins)
+        for op, pins in operators.items()
     }
-    empty: frozenset[tuple[str, str]] = frozenset()
+
+
+def differences(
+    pinned: Mapping[str, frozenset[Pin]], decisions: Iterable[Decision]
+) -> dict[str, tuple[frozenset[Pin], frozenset[Pin]]]:
+    """Where a lock and `decisions` differ: operator id -> (pinned, now)."""
+    now = _pins(content(decisions)["operators"])
+    empty: frozenset[Pin] = frozenset()
     both = {op: (pinned.get(op, empty), now.get(op, empty)) for op in sorted({*pinned, *now})}
     return {op: (old, new) for op, (old, new) in both.items() if old != new}

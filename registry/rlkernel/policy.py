@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 from rlkernel import config, hooks
 from rlkernel.discover import Candidate, Installed, known_names
 from rlkernel.plans import Choice, Table
-from rlkernel_core.decision import CONFORMANT, OpPolicy, Policy
+from rlkernel_core.decision import EXACT, PROVED, OpPolicy, Policy
 from rlkernel_core.errors import ConfigError, UnknownNameError
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec import OPERATORS
-from rlkernel_core.spec.form import OpSpec
+from rlkernel_core.spec.form import BATCH_INVARIANT, OpSpec
 
 if TYPE_CHECKING:
     from rlkernel_core.manifest import Backend
@@ -160,11 +160,15 @@ def scopes() -> list[Scope]:
 
 
 def policy_for(scope: Scope, spec: OpSpec[Any, Any]) -> tuple[OpPolicy, str]:
-    """The policy of one operator, its needs cut to what the operator can have, and where its order came from."""
+    """The policy of one operator, its needs cut to what the operator can have, and where its order came from.
+
+    Exact bits need batch invariance: a sum whose order depends on the batch has no name.
+    """
     policy = scope.policy
     own = policy.of(spec.name)
     key = f"ops.{spec.name}.order" if spec.name in policy.ops else "order"
-    return replace(own, need=own.need & (spec.feature_names | {CONFORMANT})), policy.source.get(key, "default")
+    need = own.need | ({BATCH_INVARIANT.name} if EXACT in own.need else frozenset())
+    return replace(own, need=need & (spec.feature_names | PROVED)), policy.source.get(key, "default")
 
 
 def _scope(layers: tuple[tuple[str, config.Settings], ...]) -> Scope:

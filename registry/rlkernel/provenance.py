@@ -9,6 +9,7 @@ from typing import Any
 from rlkernel import policy
 from rlkernel.audit import Audited
 from rlkernel.plans import Choice
+from rlkernel.wording import implementation
 from rlkernel_core.decision import Decision
 from rlkernel_core.errors import UnknownNameError
 from rlkernel_core.spec import OPERATORS
@@ -36,7 +37,7 @@ class Ran:
         d = self.decision
         fell = f" (fallback from {d.fell_back_from})" if d.fell_back_from else ""
         seen = f" (audit: {self.audit})" if self.audit is not None else ""
-        return f"{d.call} -> {d.backend}: {d.target} [{d.version}] {d.hash} x{self.calls}{fell}{seen}"
+        return f"{d.call} -> {d.backend}: {implementation(d)} [{d.version}] {d.hash} x{self.calls}{fell}{seen}"
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready form."""

@@ -40,6 +40,7 @@ _DECISION: Final = {
     "rejected": [{"backend": str, "reason": _REASON, "target": _TEXT}],
     "ambiguous": [str],
     "source": str,
+    "sums?": _TEXT,
     "calls": int,
     "audit?": (None, _AUDIT),
 }
@@ -134,6 +135,7 @@ def _ran(found: Mapping[str, Any]) -> Ran:
         found["fell_back_from"],
         tuple(found["ambiguous"]),
         found["source"],
+        sums=found.get("sums"),
     )
     audit = found.get("audit")
     return Ran(decision, int(found["calls"]), Audited.of(audit) if audit is not None else None)

@@ -16,7 +16,7 @@ from packaging.version import InvalidVersion
 
 from rlkernel.coverage import matches
 from rlkernel.discover import ACCELERATORS, FIRST_PARTY, Candidate
-from rlkernel_core.decision import AUTO, CONFORMANT, PLAIN_TORCH, Call, Decision, OpPolicy, Rejected
+from rlkernel_core.decision import AUTO, EXACT, PLAIN_TORCH, PROVED, Call, Decision, OpPolicy, Pin, Rejected
 from rlkernel_core.reasons import Reason
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ class Facts:
     packages: Mapping[str, str] = field(default_factory=dict)  # distribution -> version
     broken_targets: Mapping[str, Reason] = field(default_factory=dict)  # target -> why it cannot be imported
     failed_probes: Mapping[str, Reason] = field(default_factory=dict)  # backend -> why its self-test failed here
-    locked: Mapping[str, frozenset[tuple[str, str]]] | None = None  # op id -> allowed (target, provider)
-    # What conformance reports say against a backend for a call; asked where the policy needs "conformant".
+    locked: Mapping[str, frozenset[Pin]] | None = None  # op id -> what it may run
+    # What conformance reports say against a backend for a call; asked where the policy needs "conformant" or "exact".
     unproved: Callable[[str, Call], Reason | None] | None = None
 
 
@@ -101,7 +101,9 @@ def resolve(
     if fell_back is None and slot.name == PLAIN_TORCH:
         fell_back = _with_kernels(candidates, call, policy)
     provider = candidates[slot.name].provider
-    return Decision(call, policy, slot.name, impl.target, provider, tuple(rejected), fell_back, tied, source)
+    return Decision(
+        call, policy, slot.name, impl.target, provider, tuple(rejected), fell_back, tied, source, sums=impl.sums
+    )
 
 
 def _expand(order: Iterable[str], candidates: Mapping[str, Candidate], call: Call) -> list[_Slot]:
@@ -207,7 +209,7 @@ def _consider(
         why = _refusal(slot.name, candidate, impl, facts, call, policy) or _broken(candidate, impl)
         why = why or (check(impl) if check else None)
         why = why or _locked(candidate, impl, facts, call) or facts.failed_probes.get(slot.name)
-        if why is None and CONFORMANT in policy.need and facts.unproved is not None:
+        if why is None and not PROVED.isdisjoint(policy.need) and facts.unproved is not None:
             why = facts.unproved(slot.name, call)
         if why is None:
             return impl, rejected
@@ -250,11 +252,14 @@ def _refusal(name: str, candidate: Candidate, impl: Impl, facts: Facts, call: Ca
     if call.dtype and need.dtypes and call.dtype not in need.dtypes:
         text = f"it claims {_names(need.dtypes)}, the call has {call.dtype}"
         return Reason("dtype", "unsupported", text, "cast the input, or name another backend first")
-    if missing := (call.features | policy.need) - {CONFORMANT} - impl.supports:
+    if missing := (call.features | policy.need) - PROVED - impl.supports:
         text = f"it does not claim {_names(sorted(missing))}"
         return Reason(
             "features", "missing", text, f"drop what needs it, or name a backend that claims it before {name}"
         )
+    if EXACT in policy.need and impl.sums is None:
+        text = 'the policy needs "exact" and its manifest names no `sums`: it promises no bits to anyone else'
+        return Reason("features", "no-sums", text, f"name a backend whose manifest does before {name}")
     if call.grad and "grad" not in impl.supports:
         text = f"an input requires gradients and {candidate.dist} claims none for {impl.op}"
         return Reason("grad", "unsupported", text, "call it under torch.no_grad(), or name another backend first")
@@ -281,10 +286,10 @@ def _locked(candidate: Candidate, impl: Impl, facts: Facts, call: Call) -> Reaso
     if facts.locked is None or call.op not in facts.locked:
         return None
     allowed = facts.locked[call.op]
-    if (impl.target, candidate.provider) in allowed:
+    this = Pin(impl.target, candidate.provider, impl.sums or "")
+    if this in allowed:
         return None
-    pinned = ", ".join(f"{target} [{provider}]" for target, provider in sorted(allowed))
-    text = f"rlkernel.lock pins {pinned}; this is {impl.target} [{candidate.provider}]"
+    text = f"rlkernel.lock pins {', '.join(map(str, sorted(allowed)))}; this is {this}"
     return Reason("policy", "locked", text, "install what is pinned, or write a new lock with `rlkernel lock --force`")
 
 

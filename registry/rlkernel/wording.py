@@ -23,7 +23,7 @@ def explanation(decision: Decision) -> str:
     ]
     width = max([len(r.backend) for r in decision.rejected] + [len(n or "") for n in (decision.backend,)] + [4])
     verdict = "TIE" if decision.ambiguous else "YES"
-    chosen = f"  {verdict}  {decision.backend or '':{width}}  {decision.target}  [{decision.version}]"
+    chosen = f"  {verdict}  {decision.backend or '':{width}}  {implementation(decision)}  [{decision.version}]"
     after = [r for r in decision.rejected if r.reason.stage == "policy" and r.reason.code != "locked"]
     for r in decision.rejected:
         if r not in after:
@@ -78,6 +78,11 @@ def fallbacks(decisions: Iterable[Decision]) -> list[str]:
         first = min(alike, key=lambda d: ranks.index(d.fell_back_from) if d.fell_back_from in ranks else len(ranks))
         said.append(f"{', '.join(dict.fromkeys(d.call.op for d in alike))}: {_fallback(first)}")
     return said
+
+
+def implementation(decision: Decision) -> str:
+    """What runs, as tables say it: its function, and the order in which it adds where its manifest names one."""
+    return (decision.target or "") + (f" sums={decision.sums}" if decision.sums else "")
 
 
 def by_plain_torch(decision: Decision) -> bool:

@@ -36,6 +36,7 @@ fallback = "warn"
 
 # Features that every implementation must claim, e.g. ["batch_invariant"]; operators that cannot have one ignore it.
 # "conformant": a conformance report in `reports` must hold for its present sources, on this kind of device.
+# "exact": that, and its manifest names the order of its sums (equal names promise equal bits), whatever the batch.
 need = []
 
 # Folder of conformance reports, one in each folder below it.

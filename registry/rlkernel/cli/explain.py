@@ -13,7 +13,7 @@ from rlkernel.cli.options import Arch, Device, Dtype, Json, Need, Order, dtype_n
 from rlkernel.cli.output import colored, plain, print_json, print_table
 from rlkernel.discover import FIRST_PARTY
 from rlkernel.survey import Situation, foresee, served, survey
-from rlkernel.wording import explanation, fallbacks, remark
+from rlkernel.wording import explanation, fallbacks, implementation, remark
 from rlkernel_core.decision import AUTO, Decision
 from rlkernel_core.spec import OPERATORS
 
@@ -92,7 +92,8 @@ def _print_all(decisions: list[Decision]) -> None:
     words += ["with gradients"] if call.grad else []
     columns = ("operator", "served by", "implementation", "from", "")
     rows = [
-        (d.call.op, d.backend or "nobody", d.target or "", plain(d.version or ""), plain(remark(d))) for d in decisions
+        (d.call.op, d.backend or "nobody", plain(implementation(d)), plain(d.version or ""), plain(remark(d)))
+        for d in decisions
     ]
     print_table(columns, rows, title=", ".join(words))
     for said in fallbacks(decisions):

@@ -48,7 +48,7 @@ def command(
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Write rlkernel.lock: operator, implementation and version, for every process of a run.
+    """Write rlkernel.lock: operator, implementation, version and order of sums, for every process of a run.
 
     Under a lock, whatever is not pinned is refused with a reason. Without
     --device it is decided for this machine, with implementations loaded and
@@ -124,8 +124,8 @@ def _compare(path: Path, decisions: list[Decision], *, json: bool) -> None:
         for op, (old, new) in found.items():
             typer.echo(op)
             for mark, color, pins in (("-", "red", old - new), ("+", "green", new - old)):
-                for target, provider in sorted(pins):
-                    typer.secho(f"  {mark} {target}  [{provider}]", fg=color)
+                for pin in sorted(pins):
+                    typer.secho(f"  {mark} {pin}", fg=color)
         typer.echo(f"{path} does not hold; `rlkernel lock --force` writes a new one")
     if found:
         raise typer.Exit(1)

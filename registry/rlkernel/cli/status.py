@@ -13,7 +13,7 @@ from rlkernel.cli.output import plain, print_json, print_table, say
 from rlkernel.probe import arch_of, device_here
 from rlkernel.provenance import plans
 from rlkernel.survey import Situation, served, survey
-from rlkernel.wording import fallbacks, remark
+from rlkernel.wording import fallbacks, implementation, remark
 from rlkernel_core.decision import Decision
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.visible import visible
@@ -75,7 +75,9 @@ def _print_here(
         backward = training.get(d.call.op)
         gradients = "" if backward is None else _served_by(backward)
         said = remark(d) or (remark(backward) if backward is not None else "")
-        rows.append((d.call.op, _served_by(d), gradients, plain(d.target or ""), plain(d.version or ""), plain(said)))
+        rows.append(
+            (d.call.op, _served_by(d), gradients, plain(implementation(d)), plain(d.version or ""), plain(said))
+        )
     columns = ("operator", "served by", "with gradients", "implementation", "from", "")
     print_table(columns, rows, title=f"{where} {arch or ''}".strip())
     for said in fallbacks([*decisions, *training.values()]):
@@ -119,7 +121,7 @@ def _print_run(run: Path, *, json: bool) -> None:
                 plain(call),
                 str(r.calls),
                 r.backend,
-                plain(str(d.target)),
+                plain(implementation(d)),
                 plain(str(d.version)),
                 d.hash,
                 plain(remark(d)),

@@ -21,7 +21,7 @@ from rlkernel.doctor.hardware import Hardware, look
 from rlkernel.doctor.torchbuild import TorchBuild, ask
 from rlkernel.outcomes import cache_folder
 from rlkernel.probe import probe, remembered
-from rlkernel_core.decision import Policy
+from rlkernel_core.decision import Pin, Policy
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.reasons import Reason
 
@@ -44,7 +44,7 @@ class Machine:
     policy: Policy | None = None  # None: the configuration is malformed
     config_problems: tuple[str, ...] = ()
     config_file: str | None = None
-    locked: Mapping[str, frozenset[tuple[str, str]]] | None = None  # operator id -> allowed (target, provider)
+    locked: Mapping[str, frozenset[Pin]] | None = None  # operator id -> what it may run
     cache: str = ""
     cache_problem: str | None = None
     # (backend, device) -> None where its self-test passed, a Reason where it failed, UNTESTED where it has not run
@@ -69,7 +69,7 @@ def examine(*, run_self_tests: bool = False) -> Machine:
     candidates = tuple(installed[name] for name in sorted(installed))
     problems, file = _configuration(known_names(installed))
     rules = None if problems else policy.base().policy
-    locked: Mapping[str, frozenset[tuple[str, str]]] | None = None
+    locked: Mapping[str, frozenset[Pin]] | None = None
     if rules is not None and rules.lock is not None:
         locked, wrong = _tried(lambda: lock.read(str(rules.lock)))
         problems = [*problems, *wrong]

@@ -8,7 +8,7 @@ from typing import Final
 from rlkernel.discover import FIRST_PARTY
 from rlkernel.doctor.finding import Finding, note, ok, problem, warning
 from rlkernel.doctor.machine import UNTESTED, Machine
-from rlkernel_core.decision import AUTO, Policy
+from rlkernel_core.decision import AUTO, Pin, Policy
 from rlkernel_core.reasons import Reason
 
 
@@ -49,10 +49,10 @@ def pinned(machine: Machine) -> Iterator[Finding]:
     """What the lock pins is installed."""
     if machine.locked is None or machine.policy is None:
         return
-    have = {(i.target, c.provider) for c in machine.candidates if c.manifest for i in c.manifest.impls}
+    have = {Pin(i.target, c.provider, i.sums or "") for c in machine.candidates if c.manifest for i in c.manifest.impls}
     missing = {op: pins for op, pins in machine.locked.items() if not pins & have}
     for op, pins in missing.items():
-        text = f"{machine.policy.lock} pins {', '.join(f'{t} [{p}]' for t, p in sorted(pins))}, which is not installed"
+        text = f"{machine.policy.lock} pins {', '.join(map(str, sorted(pins)))}, which is not installed"
         yield problem(
             "lock/missing", text, f"{op} raises LockError", "install what is pinned, or run rlkernel lock --force"
         )
