@@ -273,6 +273,7 @@ CHANGES: Mapping[str, Callable[[], Changes]] = {
     "whiten": rewards.whiten,
     "group_filter": rewards.group_filter,
     "shape_rewards": rewards.shape_rewards,
+    "rms_norm": lambda: {"residual": Change(draw(N, D, seed=5)), "offset": Change(1.0)},
     "capture": capture,
     "rollout_buffer": rollout_buffer,
 }

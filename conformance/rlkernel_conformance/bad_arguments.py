@@ -92,6 +92,7 @@ FINE: dict[str, tuple[str, ...]] = {
     "shape_rewards.rewards": ("one more dimension", "a row less", "a row more", *ANY_REAL, "meta"),
     "quantize.weight": ("a row less", "a row more", "meta"),
     "qmatmul.x": SIZES[:4],
+    "rms_norm.x": ("one more dimension", "a dimension less", "a row less", "a row more"),
     # tokens that no sequence holds do not count
     "cu_seqlens": ("a row less", "a row more"),
     "shape_rewards.cu_seqlens": (),
@@ -106,6 +107,7 @@ FINE: dict[str, tuple[str, ...]] = {
     "group_filter.low": NEGATIVE,
     "kl_coef": NEGATIVE,
     "entropy_coef": NEGATIVE,
+    "rms_norm.offset": NEGATIVE,
     "step_weight": NEGATIVE,
     # out of their range they are off, or greedy
     "top_k": ("-1",),
@@ -334,6 +336,16 @@ REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
         ("lengths", {"lengths": torch.full((B + 1,), T)}),
         ("counts", {"counts": OTHER}),
         ("mask and lengths", {"mask": MASK, "lengths": LENGTHS}),
+    ],
+    "rms_norm": lambda: [
+        ("x", {"x": torch.tensor(1.0)}),
+        ("x", {"x": torch.zeros(N, 0), "weight": torch.zeros(0)}),
+        ("weight", {"weight": torch.zeros(D + 1)}),
+        ("weight", {"weight": draw(D).bfloat16()}),
+        ("weight", {"weight": torch.zeros(1, D)}),
+        ("eps", {"eps": -1e-6}),
+        ("residual", {"residual": torch.zeros(N + 1, D)}),
+        ("residual", {"residual": torch.zeros(N, D, dtype=torch.bfloat16)}),
     ],
     "group_filter": lambda: [
         ("group", {"group": 0}),

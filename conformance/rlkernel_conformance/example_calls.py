@@ -226,6 +226,7 @@ EXAMPLES: Final[Mapping[str, Callable[[Example], Arguments]]] = {
     "group_filter": lambda e: {"rewards": e.rewards(), "group": e.group},
     "shape_rewards": lambda e: {"rewards": e.rewards()},
     "rollout_buffer": _rollout_buffer,
+    "rms_norm": lambda e: {"x": e.normal(e.N, D), "weight": e.normal(D, salt=1), "eps": 1e-6},
 }
 
 

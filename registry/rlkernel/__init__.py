@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for readers and type checkers; a 
     from rlkernel.signatures import prepack as prepack
     from rlkernel.signatures import qmatmul as qmatmul
     from rlkernel.signatures import quantize as quantize
+    from rlkernel.signatures import rms_norm as rms_norm
     from rlkernel.signatures import rollout_buffer as rollout_buffer
     from rlkernel.signatures import sample as sample
     from rlkernel.signatures import shape_rewards as shape_rewards
@@ -91,6 +92,7 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for readers and type checkers; a 
     from rlkernel_core.spec.policy_loss import LossStats as LossStats
     from rlkernel_core.spec.policy_presets import policy_loss_preset as policy_loss_preset
     from rlkernel_core.spec.qmatmul import LoRA as LoRA
+    from rlkernel_core.spec.rms_norm import RmsNormResult as RmsNormResult
     from rlkernel_core.spec.rollouts import BufferStats as BufferStats
     from rlkernel_core.spec.rollouts import Field as Field
     from rlkernel_core.spec.rollouts import GroupRules as GroupRules
@@ -158,6 +160,7 @@ _HOMES: Final = {
     "rlkernel_core.spec.policy_loss": ("LossResult", "LossStats"),
     "rlkernel_core.spec.policy_presets": ("policy_loss_preset",),
     "rlkernel_core.spec.qmatmul": ("LoRA",),
+    "rlkernel_core.spec.rms_norm": ("RmsNormResult",),
     "rlkernel_core.spec.rollouts": (
         "BufferStats",
         "Field",

@@ -22,6 +22,7 @@ from rlkernel_core.spec.logprob import LogprobResult, Support
 from rlkernel_core.spec.policy_kinds import Correction, GammaGate, Rejection
 from rlkernel_core.spec.policy_loss import LossResult
 from rlkernel_core.spec.qmatmul import LoRA
+from rlkernel_core.spec.rms_norm import RmsNormResult
 from rlkernel_core.spec.rollouts import Field, RolloutBuffer
 from rlkernel_core.spec.sampling import LogitBias, Penalties, SampleResult, TokenLists
 from rlkernel_core.spec.shape_rewards import RunningMoments, ShapedRewards
@@ -397,6 +398,22 @@ class _Quantize(_QuantizeFunction[QuantTensor], Operator, Protocol):
     bind: _QuantizeFunction[_QuantizeFunction[QuantTensor]]
 
 quantize: _Quantize
+
+class _RmsNormFunction(Protocol[_R_co]):
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        eps: float,
+        residual: Tensor | None = None,
+        offset: float = 0.0,
+    ) -> _R_co: ...
+
+class _RmsNorm(_RmsNormFunction[RmsNormResult], Operator, Protocol):
+    bind: _RmsNormFunction[_RmsNormFunction[RmsNormResult]]
+
+rms_norm: _RmsNorm
 
 class _RolloutBufferFunction(Protocol[_R_co]):
     def __call__(

@@ -40,6 +40,7 @@ TARGETS: dict[str, tuple[str, Requires, frozenset[str]]] = {
     "whiten": ("rlkernel_torch.advantage.whitening:whiten", _ANY, frozenset()),
     "group_filter": ("rlkernel_torch.advantage.filtering:group_filter", _ANY, frozenset()),
     "shape_rewards": ("rlkernel_torch.advantage.shaping:shape_rewards", _ANY, frozenset()),
+    "rms_norm": ("rlkernel_torch.rms_norm:rms_norm", _FLOATS, frozenset()),
 }
 
 # differentiable operator -> its forward and backward
@@ -50,14 +51,20 @@ PAIRS: dict[str, str] = {
     "logprob": "rlkernel_torch.logprob:LogprobPair",
     "policy_loss": "rlkernel_torch.policy_loss:PolicyLossPair",
     "qmatmul": "rlkernel_torch.qmatmul:QmatmulPair",
+    "rms_norm": "rlkernel_torch.rms_norm:RmsNormPair",
 }
+
+# operator -> the order in which it adds, rlkernel_common.fixed_sums.ORDER
+SUMS: dict[str, str] = {"rms_norm": "lanes1024/tree64/f32"}
 
 
 def _impl(op: str) -> Impl:
     spec: Any = OPERATORS[op]
     target, requires, without = TARGETS[op]
     supports = spec.feature_names - without
-    return Impl(op=spec.id, target=target, requires=requires, supports=supports, gradient=PAIRS.get(op))
+    return Impl(
+        op=spec.id, target=target, requires=requires, supports=supports, gradient=PAIRS.get(op), sums=SUMS.get(op)
+    )
 
 
 backend = Backend(name=PLAIN_TORCH, api=API_VERSION, impls=tuple(_impl(op) for op in TARGETS))

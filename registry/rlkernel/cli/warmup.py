@@ -188,6 +188,11 @@ def _quantize(m: _Maker) -> Callable[[], Any]:
     return call
 
 
+def _rms_norm(m: _Maker) -> Callable[[], Any]:
+    x, weight = m.floats(m.sizes.tokens, m.sizes.hidden, grad=True), m.floats(m.sizes.hidden, grad=True)
+    return lambda: rlkernel.rms_norm(x, weight, eps=1e-6).y
+
+
 # operator -> a call of it, at the sizes of a run
 EXAMPLES_OF: Final[Mapping[str, Callable[[_Maker], Callable[[], Any]]]] = {
     "logprob": _logprob,
@@ -199,6 +204,7 @@ EXAMPLES_OF: Final[Mapping[str, Callable[[_Maker], Callable[[], Any]]]] = {
     "advantage": _advantage,
     "affine_suffix_scan": lambda m: lambda: rlkernel.affine_suffix_scan(m.scores(), m.scores()).y,
     "whiten": lambda m: lambda: rlkernel.whiten(m.scores()).y,
+    "rms_norm": _rms_norm,
     "quantize": _quantize,
     "dequantize": _dequantize,
     "qmatmul": _qmatmul,

@@ -30,6 +30,7 @@ from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
 from rlkernel_core.spec.policy_loss import LossFields, LossResult, LossStats, PolicyLossCall
 from rlkernel_core.spec.qmatmul import PAIRS, QmatmulCall
 from rlkernel_core.spec.quantize import DequantizeCall, PrepackCall, QuantizeCall
+from rlkernel_core.spec.rms_norm import RmsNormCall, RmsNormResult
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_core.spec.sampling import RequestParams, SampleResult
 from rlkernel_core.spec.shape_rewards import RunningMoments, ShapedRewards, ShapeRewardsCall, sizes
@@ -233,6 +234,11 @@ def _shape_rewards(call: ShapeRewardsCall) -> ShapedRewards:
     )
 
 
+def _rms_norm(call: RmsNormCall) -> RmsNormResult:
+    y, s = (call.x.new_empty(call.x.shape) for _ in range(2))
+    return RmsNormResult(y, None if call.residual is None else s)
+
+
 FAKES: Final[Mapping[str, Callable[[Any], Any]]] = {
     "logprob": _logprob,
     "linear_logprob": _linear_logprob,
@@ -250,4 +256,5 @@ FAKES: Final[Mapping[str, Callable[[Any], Any]]] = {
     "whiten": _whiten,
     "group_filter": _group_filter,
     "shape_rewards": _shape_rewards,
+    "rms_norm": _rms_norm,
 }
