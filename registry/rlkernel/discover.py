@@ -72,7 +72,8 @@ _HOPPER: Final = frozenset({"linear_logprob", "linear_policy_loss", "qmatmul", "
 _PORTABLE: Final = frozenset(
     {
         "advantage", "affine_suffix_scan", "capture", "dequantize", "linear_logprob", "linear_policy_loss",
-        "lm_head_sample", "logprob", "policy_loss", "prepack", "qmatmul", "quantize", "sample", "verify", "whiten",
+        "lm_head_sample", "logprob", "policy_loss", "prepack", "qmatmul", "quantize", "rms_norm", "sample", "verify",
+        "whiten",
     }
 )  # fmt: skip
 _CDNA: Final = ("gfx90a", "gfx942", "gfx950")

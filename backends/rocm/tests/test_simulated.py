@@ -42,6 +42,22 @@ def test_logprob_in_bf16_with_its_gradient(arch) -> None:
     torch.testing.assert_close(mine.grad.double(), theirs.grad, atol=2e-4, rtol=2**-7)
 
 
+def norm():
+    """Results and gradients of a norm with a residual."""
+    x, residual, g = (drawn(3, 90, seed=seed).requires_grad_() for seed in range(3))
+    weight = drawn(90, seed=3).requires_grad_()
+    out = rlk.rms_norm(x, weight, eps=1e-5, residual=residual, offset=0.3)
+    return out.y, out.residual, *torch.autograd.grad([out.y, out.residual], [x, weight, residual], [g, g])
+
+
+def test_rms_norm_has_the_bits_of_plain_torch(arch) -> None:
+    """As machine code too products are rounded before they are added, and divisions and roots are those of IEEE 754."""
+    found = norm()
+    with rlk.use("torch"):
+        want = norm()
+    assert [torch.equal(a, b) for a, b in zip(found, want, strict=True)] == [True] * 5
+
+
 def test_whiten(arch) -> None:
     x, mask = drawn(4, 70, scale=5) + 3, torch.rand(4, 70, generator=torch.Generator().manual_seed(1)) < 0.7
     want = direct.whiten(x.double(), mask=mask)

@@ -28,6 +28,7 @@ class Claim:
     check: str | None = None  # asked at every call, see rlkernel_core.manifest.Impl
     arch_excluded: tuple[str, ...] = ()  # besides those of the backend
     prepared: bool = False  # the target takes the first call of a shape and returns what runs calls of that shape
+    sums: str | None = None  # the order in which it adds, see rlkernel_core.manifest.Impl
     gradient: str | None = None  # "package.module:Class", the pair of forward and backward for calls with gradients
     kernels: bool = True  # False: torch's work on a GPU, with no kernel that an interpreter could run
 
@@ -107,6 +108,12 @@ CLAIMS: Final[Mapping[str, Claim]] = {
     "whiten": Claim(
         "rlkernel_triton.whiten.launch:prepare", REALS, check="rlkernel_triton.whiten.launch:fits", prepared=True
     ),
+    "rms_norm": Claim(
+        "rlkernel_triton.rms_norm.launch:prepare",
+        prepared=True,
+        gradient="rlkernel_triton.rms_norm.launch:RmsNormPair",
+        sums="lanes1024/tree64/f32",
+    ),
 }
 
 
@@ -124,6 +131,7 @@ def manifest(name: str, device: str, arch: tuple[str, ...] = (), arch_excluded: 
             supports=(spec.feature_names if claim.only is None else spec.feature_names & claim.only) - claim.without,
             prepared=claim.prepared,
             workspace=claim.workspace,
+            sums=claim.sums,
             gradient=claim.gradient,
             check=claim.check,
         )

@@ -376,6 +376,21 @@ _QMATMUL: Final = {
     "fp8_channel, 32 experts, 40 tokens of each": _product(40 * _E + 2, _weight("fp8_channel", 512 * _E), experts=_E),
 }  # fmt: skip
 
+
+def _norm(*rows: int, D: int = 4096, dtype: torch.dtype = BF16, grad: bool = False, **more: Any) -> dict[str, Any]:
+    x, weight = _real(*rows, D, dtype=dtype, grad=grad), _real(D, dtype=dtype, grad=grad)
+    return {"x": x, "weight": weight, "eps": 1e-6, **more}
+
+
+_NORM: Final = {
+    "bf16": Workload(_norm(8200, grad=True), ("y",)),
+    "bf16, residual, offset": Workload(
+        _norm(8200, grad=True, residual=_real(8200, 4096, dtype=BF16, grad=True), offset=1.0), ("y", "residual")
+    ),
+    "bf16, heads": Workload(_norm(260, 8, D=128, grad=True), ("y",)),
+    "fp32, residual": Workload(_norm(260, dtype=FP32, grad=True, residual=_real(260, 4096, grad=True)), ("y",)),
+}
+
 WORKLOADS: Final[Mapping[str, Mapping[str, Workload]]] = {
     "logprob": _LOGPROB,
     "linear_logprob": _LINEAR,
@@ -385,6 +400,7 @@ WORKLOADS: Final[Mapping[str, Mapping[str, Workload]]] = {
     "affine_suffix_scan": _SCAN,
     "advantage": _ADVANTAGE,
     "whiten": _WHITEN,
+    "rms_norm": _NORM,
     "policy_loss": _LOSS,
     "linear_policy_loss": _LINEAR_LOSS,
     "quantize": _QUANTIZE,

@@ -61,6 +61,11 @@ def _policy_loss(size: tuple[int, ...], dtype: torch.dtype, g: torch.Generator) 
     }  # fmt: skip
 
 
+def _rms_norm(size: tuple[int, ...], dtype: torch.dtype, g: torch.Generator) -> Arguments:
+    N, D = size
+    return {"x": _drawn(g, N, D, dtype=dtype), "weight": _drawn(g, D, dtype=dtype), "eps": 1e-6}
+
+
 PROBES: Final[Mapping[str, Probe]] = {
     "logprob": Probe(
         "NxV", ("1x2000", "8x2000", "40x2000"), _logprob, {"logits": 1}, ("logprob", "lse", "entropy"),
@@ -69,6 +74,9 @@ PROBES: Final[Mapping[str, Probe]] = {
     "linear_logprob": Probe(
         "NxDxV", ("1x128x600", "8x128x600", "130x128x600"), _linear_logprob, {"hidden": 1},
         ("logprob", "lse", "entropy"), ("logprob",), ("hidden", "weight"),
+    ),
+    "rms_norm": Probe(
+        "NxD", ("1x2000", "8x2000"), _rms_norm, {"x": 1}, ("y",), ("y",), ("x", "weight"),
     ),
     "whiten": Probe("BxT", ("4x300",), _whiten, {}, ("y", "mean", "rstd")),
     "policy_loss": Probe("BxT", ("4x300",), _policy_loss, {}, ("loss",)),
