@@ -19,17 +19,17 @@ from rlkernel_conformance.profiles import PROFILES
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ConfigError, ResolutionError
 
-WHITEN = Subject("torch", "whiten")
+WHITEN, NORM = Subject("torch", "whiten"), Subject("torch", "rms_norm")
 FOLDER = Path("conformance/reports")
 
 
-def put(name: str = "here", *, sources: str | None = None, without: int = 0, **changes) -> None:
+def put(name: str = "here", *, of: Subject = WHITEN, sources: str | None = None, without: int = 0, **changes) -> None:
     """A report on one operator, but for its last clauses, in the folder that commands look into."""
-    ids = [*(c.id for c in WHITEN.spec.clauses), CLAUSE.id]
-    given = {"status": "held", "executed": 1, "features": tuple(sorted(WHITEN.claims)), "seconds": 2.0}
-    outcomes = [Outcome("whiten", c, "t", **given) for c in ids[: len(ids) - without]]
-    told = {"whiten": sources or reports.present(WHITEN)}
-    content = {**reports.report({WHITEN: outcomes}, PROFILES["standard"], sources=told), **changes}
+    ids = [*(c.id for c in of.spec.clauses), CLAUSE.id]
+    given = {"status": "held", "executed": 1, "features": tuple(sorted(of.claims)), "seconds": 2.0}
+    outcomes = [Outcome(of.op, c, "t", **given) for c in ids[: len(ids) - without]]
+    told = {of.op: sources or reports.present(of)}
+    content = {**reports.report({of: outcomes}, PROFILES["standard"], sources=told), **changes}
     documents.write({**content, "hash": reports.content_hash(content)}, FOLDER / name)
 
 
@@ -213,6 +213,15 @@ def test_conformance_without_a_folder_of_reports_names_the_key(cli) -> None:
     with rlkernel.use("torch", need="conformant"):
         [rejected] = [r for r in rlkernel.explain("whiten").decision.rejected if r.backend == "torch"]
     assert rejected.reason.fix.startswith("reports = ")
+
+
+@pytest.mark.parametrize(("without", "expected"), [(0, []), (2, ["evidence/not-held"])])
+def test_exact_bits_want_a_report_as_conformance_does(cli, without, expected) -> None:
+    put(of=NORM, without=without)
+    with rlkernel.use("torch", need="exact", reports=str(FOLDER)):
+        decision = rlkernel.explain("rms_norm").decision
+    assert [r.reason.slug for r in decision.rejected if r.backend == "torch"] == expected
+    assert decision.sums == (None if expected else "lanes1024/tree64/f32")
 
 
 def test_the_suite_attacks_what_no_report_holds_for_yet(cli) -> None:
