@@ -274,6 +274,7 @@ CHANGES: Mapping[str, Callable[[], Changes]] = {
     "group_filter": rewards.group_filter,
     "shape_rewards": rewards.shape_rewards,
     "rms_norm": lambda: {"residual": Change(draw(N, D, seed=5)), "offset": Change(1.0)},
+    "glu": lambda: {"activation": Change("gelu")},
     "capture": capture,
     "rollout_buffer": rollout_buffer,
 }

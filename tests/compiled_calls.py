@@ -77,6 +77,7 @@ EXAMPLES = (
     example("whiten", mask=tokens()),
     example("group_filter"),
     example("rms_norm"),
+    example("glu"),
     example("rms_norm", residual=draw(N, D, seed=5), offset=1.0),
     example("shape_rewards", mask=tokens(), clip=(-1.0, 1.0), normalize="running"),
 )

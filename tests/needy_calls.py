@@ -12,6 +12,7 @@ from rlkernel_conformance.example_calls import B, D, N, T, V, base, draw, logpro
 from rlkernel_core.quant.spec import FORMATS
 from rlkernel_core.spec.advantage_kinds import EPS_MODES
 from rlkernel_core.spec.advantage_kinds import KINDS as ADVANTAGES
+from rlkernel_core.spec.glu import ACTIVATIONS as GATES
 from rlkernel_core.spec.policy_kinds import KINDS, KLS
 from rlkernel_core.spec.qmatmul import ACTIVATIONS
 from tests.argument_changes import CHANGES
@@ -70,6 +71,7 @@ def more(group: Any) -> Mapping[str, list[Call]]:
         "quantize": [{"format": spec} for spec in formats()],
         "dequantize": weights(),
         "prepack": weights(),
+        "glu": [{"activation": a} for a in GATES],
         "qmatmul": [*weights(), *({"activation": a} for a in ACTIVATIONS), {"weight_rounding": "none"}],
         "capture": [{"on_guard_fail": "eager"}, {"rng": "forbid"}],
         "advantage": [

@@ -19,7 +19,7 @@ NEVER = ("complex64", "float8_e4m3fn")
 # Whose inputs are any real dtype, or floating ones: no list of dtypes stands in the manifest.
 ANY = {"advantage": REAL, "whiten": REAL, "group_filter": REAL, "shape_rewards": REAL, "affine_suffix_scan": REAL[:4]}
 # Whose result is of the dtype of its input, rounded.
-IN_KIND = {"qmatmul", "quantize", "rms_norm"}
+IN_KIND = {"qmatmul", "quantize", "rms_norm", "glu"}
 
 
 def cast(operator: str, dtype: str) -> dict[str, object]:

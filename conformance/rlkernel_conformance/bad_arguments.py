@@ -108,6 +108,7 @@ FINE: dict[str, tuple[str, ...]] = {
     "kl_coef": NEGATIVE,
     "entropy_coef": NEGATIVE,
     "rms_norm.offset": NEGATIVE,
+    "glu.x": ("one more dimension", "a dimension less", "a row less", "a row more", "meta"),
     "step_weight": NEGATIVE,
     # out of their range they are off, or greedy
     "top_k": ("-1",),
@@ -336,6 +337,13 @@ REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
         ("lengths", {"lengths": torch.full((B + 1,), T)}),
         ("counts", {"counts": OTHER}),
         ("mask and lengths", {"mask": MASK, "lengths": LENGTHS}),
+    ],
+    "glu": lambda: [
+        ("x", {"x": torch.tensor(1.0)}),
+        ("x", {"x": torch.zeros(N, 7)}),
+        ("x", {"x": torch.zeros(N, 0)}),
+        ("activation", {"activation": "relu"}),
+        ("activation", {"activation": "swiglu"}),
     ],
     "rms_norm": lambda: [
         ("x", {"x": torch.tensor(1.0)}),

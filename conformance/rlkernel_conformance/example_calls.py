@@ -22,6 +22,7 @@ from rlkernel_conformance.subject import Subject, arranged
 from rlkernel_core.quant import QuantTensor, quantize
 from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.spec.advantage_kinds import KINDS as ADVANTAGES
+from rlkernel_core.spec.glu import ACTIVATIONS
 from rlkernel_core.spec.policy_kinds import KINDS as LOSSES
 
 N = B = 6
@@ -104,12 +105,12 @@ class Example:
         """Seeds of `count` requests, and a step."""
         return {"seed": torch.arange(count, device=self.device) + self.seed, "step": 1}
 
-    def kind(self, names: Iterable[str], needs: Callable[[str], str]) -> str:
+    def kind(self, names: Iterable[str], needs: Callable[[str], str], family: str = "kind") -> str:
         """The first of these kinds that is claimed, if possible one whose other needs are claimed too."""
         if self.subject is None:
             return next(iter(names))
         claims = self.subject.claims
-        kinds = [name for name in names if f"kind:{name}" in claims]
+        kinds = [name for name in names if f"{family}:{name}" in claims]
         return next((name for name in kinds if not needs(name) or needs(name) in claims), kinds[0])
 
     def format(self, options: tuple[str, ...] = ()) -> QuantSpec:
@@ -227,6 +228,7 @@ EXAMPLES: Final[Mapping[str, Callable[[Example], Arguments]]] = {
     "shape_rewards": lambda e: {"rewards": e.rewards()},
     "rollout_buffer": _rollout_buffer,
     "rms_norm": lambda e: {"x": e.normal(e.N, D), "weight": e.normal(D, salt=1), "eps": 1e-6},
+    "glu": lambda e: {"x": e.normal(e.N, 2 * D), "activation": e.kind(ACTIVATIONS, lambda _: "", "activation")},
 }
 
 

@@ -59,6 +59,7 @@ _SIZES: Final[Mapping[str, tuple[dict[str, int], str, int, dict[str, int]]]] = {
     "group_filter": ({"B": 8192}, "float32", 8, {"B": 1 << 22}),
     "shape_rewards": ({"B": 8192}, "float32", 8, {"B": 1 << 22}),
     "rms_norm": ({"N": 64, "D": 1024}, "bfloat16", 8, {"N": 8192, "D": 4096}),
+    "glu": ({"N": 64, "D": 1024}, "bfloat16", 8, {"N": 8192, "D": 14336}),
 }  # fmt: skip
 ON_CPU: Final = {op: Workload(op, "float32", 8, tuple(cpu.items())) for op, (cpu, *_) in _SIZES.items()}
 ON_GPU: Final = {op: Workload(op, dtype, sets, tuple(gpu.items())) for op, (_, dtype, sets, gpu) in _SIZES.items()}
@@ -194,4 +195,5 @@ _DRAWN: Final[Mapping[str, Callable[[Mapping[str, int], _Draw], dict[str, Any]]]
     "group_filter": lambda n, d: {"rewards": d.below(2, n["B"]).to(d.dtype), "group": GROUP},
     "shape_rewards": lambda n, d: {"rewards": d.normal(n["B"])},
     "rms_norm": lambda n, d: {"x": d.normal(n["N"], n["D"]), "weight": d.normal(n["D"]), "eps": 1e-6},
+    "glu": lambda n, d: {"x": d.normal(n["N"], 2 * n["D"]), "activation": "silu"},
 }

@@ -71,7 +71,7 @@ class Ours(NamedTuple):
 _HOPPER: Final = frozenset({"linear_logprob", "linear_policy_loss", "qmatmul", "sample"})
 _PORTABLE: Final = frozenset(
     {
-        "advantage", "affine_suffix_scan", "capture", "dequantize", "linear_logprob", "linear_policy_loss",
+        "advantage", "affine_suffix_scan", "capture", "dequantize", "glu", "linear_logprob", "linear_policy_loss",
         "lm_head_sample", "logprob", "policy_loss", "prepack", "qmatmul", "quantize", "rms_norm", "sample", "verify",
         "whiten",
     }

@@ -158,6 +158,19 @@ class _Dequantize(_DequantizeFunction[Tensor], Operator, Protocol):
 
 dequantize: _Dequantize
 
+class _GluFunction(Protocol[_R_co]):
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        activation: str,
+    ) -> _R_co: ...
+
+class _Glu(_GluFunction[Tensor], Operator, Protocol):
+    bind: _GluFunction[_GluFunction[Tensor]]
+
+glu: _Glu
+
 class _GroupFilterFunction(Protocol[_R_co]):
     def __call__(
         self,

@@ -35,6 +35,7 @@ _WHERE: Final[dict[str, str]] = {
     "shape_rewards": "shape_rewards:SPEC",
     "rollout_buffer": "rollout_buffer:SPEC",
     "rms_norm": "rms_norm:SPEC",
+    "glu": "glu:SPEC",
 }
 
 

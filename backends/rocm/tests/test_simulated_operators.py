@@ -76,6 +76,7 @@ CASES = {
     ],
     "affine_suffix_scan": [("fp32", lambda: (drawn(3, 90), drawn(3, 90, seed=1, scale=0.5)), {}, 1e-5, 2e-5)],
     "rms_norm": [("fp32", lambda: (drawn(3, 90), drawn(90, seed=1)), {"eps": 1e-5}, 1e-5, 2e-5)],
+    "glu": [("fp32", lambda: (drawn(3, 90, scale=3),), {"activation": "gelu"}, 1e-5, 2e-5)],
     "whiten": [("mask", lambda: (drawn(4, 40, scale=5) + 3,), {"mask": MASK}, 1e-5, 2e-5)],
     "sample": [
         ("filters", lambda: (drawn(3, 500, scale=2),), {"top_k": 20, "top_p": 0.9, **DRAW}, 1e-5, 2e-5),

@@ -41,6 +41,7 @@ TARGETS: dict[str, tuple[str, Requires, frozenset[str]]] = {
     "group_filter": ("rlkernel_torch.advantage.filtering:group_filter", _ANY, frozenset()),
     "shape_rewards": ("rlkernel_torch.advantage.shaping:shape_rewards", _ANY, frozenset()),
     "rms_norm": ("rlkernel_torch.rms_norm:rms_norm", _FLOATS, frozenset()),
+    "glu": ("rlkernel_torch.glu:glu", _FLOATS, frozenset()),
 }
 
 # differentiable operator -> its forward and backward
@@ -52,10 +53,11 @@ PAIRS: dict[str, str] = {
     "policy_loss": "rlkernel_torch.policy_loss:PolicyLossPair",
     "qmatmul": "rlkernel_torch.qmatmul:QmatmulPair",
     "rms_norm": "rlkernel_torch.rms_norm:RmsNormPair",
+    "glu": "rlkernel_torch.glu:GluPair",
 }
 
-# operator -> the order in which it adds, rlkernel_common.fixed_sums.ORDER
-SUMS: dict[str, str] = {"rms_norm": "lanes1024/tree64/f32"}
+# operator -> the order in which it adds: rlkernel_common.fixed_sums.ORDER, exact_functions.ARITHMETIC
+SUMS: dict[str, str] = {"rms_norm": "lanes1024/tree64/f32", "glu": "exp7/f32"}
 
 
 def _impl(op: str) -> Impl:

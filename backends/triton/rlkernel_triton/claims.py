@@ -114,6 +114,12 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         gradient="rlkernel_triton.rms_norm.launch:RmsNormPair",
         sums="lanes1024/tree64/f32",
     ),
+    "glu": Claim(
+        "rlkernel_triton.glu.launch:prepare",
+        prepared=True,
+        gradient="rlkernel_triton.glu.launch:GluPair",
+        sums="exp7/f32",
+    ),
 }
 
 

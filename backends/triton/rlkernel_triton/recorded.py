@@ -58,7 +58,7 @@ def run_workload(op: str, workload: Workload) -> None:
         check(call)
     result = _implementation(op)(call)
     if workload.upstream:
-        roots = [getattr(result, name) for name in workload.upstream]
+        roots = [getattr(result, name) if name else result for name in workload.upstream]
         inputs = [x for x in workload.arguments.values() if isinstance(x, torch.Tensor) and x.requires_grad]
         torch.autograd.grad(roots, inputs, [torch.ones_like(x) for x in roots])
 

@@ -33,7 +33,7 @@ class Workload:
     """One call, and at which of its results gradients arrive."""
 
     arguments: Mapping[str, Any]  # of the operator
-    upstream: tuple[str, ...] = ()  # fields of the result; none: forward alone
+    upstream: tuple[str, ...] = ()  # fields of the result, "": itself; none: forward alone
 
 
 def _real(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:
@@ -391,6 +391,14 @@ _NORM: Final = {
     "fp32, residual": Workload(_norm(260, dtype=FP32, grad=True, residual=_real(260, 4096, grad=True)), ("y",)),
 }
 
+_GLU: Final = {
+    **{
+        f"bf16, {name}": Workload({"x": _real(8200, 28672, dtype=BF16, grad=True), "activation": name}, ("",))
+        for name in ("silu", "gelu", "gelu_tanh")
+    },
+    "fp32, silu": Workload({"x": _real(260, 28672, grad=True), "activation": "silu"}, ("",)),
+}
+
 WORKLOADS: Final[Mapping[str, Mapping[str, Workload]]] = {
     "logprob": _LOGPROB,
     "linear_logprob": _LINEAR,
@@ -401,6 +409,7 @@ WORKLOADS: Final[Mapping[str, Mapping[str, Workload]]] = {
     "advantage": _ADVANTAGE,
     "whiten": _WHITEN,
     "rms_norm": _NORM,
+    "glu": _GLU,
     "policy_loss": _LOSS,
     "linear_policy_loss": _LINEAR_LOSS,
     "quantize": _QUANTIZE,

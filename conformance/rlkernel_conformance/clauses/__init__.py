@@ -32,6 +32,7 @@ MODULES: Final = (
     "capture",
     "rollout_buffer",
     "rms_norm",
+    "glu",
 )
 
 

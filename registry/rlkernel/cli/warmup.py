@@ -193,6 +193,11 @@ def _rms_norm(m: _Maker) -> Callable[[], Any]:
     return lambda: rlkernel.rms_norm(x, weight, eps=1e-6).y
 
 
+def _glu(m: _Maker) -> Callable[[], Any]:
+    x = m.floats(m.sizes.tokens, 2 * m.sizes.hidden, grad=True)
+    return lambda: rlkernel.glu(x, activation="silu")
+
+
 # operator -> a call of it, at the sizes of a run
 EXAMPLES_OF: Final[Mapping[str, Callable[[_Maker], Callable[[], Any]]]] = {
     "logprob": _logprob,
@@ -205,6 +210,7 @@ EXAMPLES_OF: Final[Mapping[str, Callable[[_Maker], Callable[[], Any]]]] = {
     "affine_suffix_scan": lambda m: lambda: rlkernel.affine_suffix_scan(m.scores(), m.scores()).y,
     "whiten": lambda m: lambda: rlkernel.whiten(m.scores()).y,
     "rms_norm": _rms_norm,
+    "glu": _glu,
     "quantize": _quantize,
     "dequantize": _dequantize,
     "qmatmul": _qmatmul,

@@ -22,6 +22,7 @@ from rlkernel_core.spec.advantage import AdvantageCall, AdvantageResult, Advanta
 from rlkernel_core.spec.advantage_checks import extent_of
 from rlkernel_core.spec.advantage_kinds import KINDS
 from rlkernel_core.spec.affine_suffix_scan import AffineSuffixScanCall, ScanResult, sequences_of
+from rlkernel_core.spec.glu import GluCall
 from rlkernel_core.spec.group_filter import GroupFilterCall, GroupFilterResult
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
@@ -239,6 +240,10 @@ def _rms_norm(call: RmsNormCall) -> RmsNormResult:
     return RmsNormResult(y, None if call.residual is None else s)
 
 
+def _glu(call: GluCall) -> Tensor:
+    return call.x.new_empty((*call.x.shape[:-1], call.x.shape[-1] // 2))
+
+
 FAKES: Final[Mapping[str, Callable[[Any], Any]]] = {
     "logprob": _logprob,
     "linear_logprob": _linear_logprob,
@@ -257,4 +262,5 @@ FAKES: Final[Mapping[str, Callable[[Any], Any]]] = {
     "group_filter": _group_filter,
     "shape_rewards": _shape_rewards,
     "rms_norm": _rms_norm,
+    "glu": _glu,
 }

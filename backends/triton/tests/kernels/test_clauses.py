@@ -20,6 +20,7 @@ LEFT = {
     "advantage": ("AD-24", "AD-26"),
     "whiten": ("WH-03", "WH-13"),
     "rms_norm": ("RN-12",),
+    "glu": ("GL-10", "GL-11"),
     "policy_loss": ("PL-09", "PL-26", "PL-33"),
     "linear_policy_loss": ("LPL-02", "LPL-03", "LPL-04", "LPL-05", "LPL-17"),
     "logprob": ("LP-23",),

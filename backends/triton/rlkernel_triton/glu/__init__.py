@@ -1,0 +1,1 @@
+"""`glu` on Triton: an activation of half a row times the other half, with IEEE arithmetic."""
