@@ -40,6 +40,9 @@ from rlkernel_torch.direct import capture as reference
 __all__ = ["capture_arguments", "capture_collectives", "capture_side_effects"]  # their attacks belong to this operator
 
 
+OFTEN: Final = (calls(),) * 4  # among many kinds of events
+
+
 @dataclass(frozen=True)
 class Rows:
     """A call of one tensor [n, 3]."""
@@ -61,7 +64,7 @@ def some_rows(*words: str, least: int = 1) -> Any:
 
 @attack(
     "GC-01",
-    lambda s: programs(s, calls(), EVENTS),
+    lambda s: programs(s, *OFTEN, EVENTS),
     examples=(
         Program((("call", 8, 1.0, 3, "plain"), ("call", 5, 1.0, 1, "plain"))),  # a larger call before a smaller one
         Program((("call", 3, 1.0, 1, "plain"), ("rebind", 2), ("call", 3, 1.0, 1, "plain"))),
@@ -276,10 +279,13 @@ COUNTED: Final = ("state", "graphs", "captures", "replays", "eager_calls", "reca
 
 @attack(
     "GC-18",
-    lambda s: programs(s, calls(), calls(), EVENTS, longest=16),
+    lambda s: programs(s, *OFTEN, EVENTS, longest=16),
     examples=(
         Program((("call", 3, 1.0, 1, "plain"), ("rebind", 1), ("call", 3, 1.0, 1, "plain"), ("warm",))),
-        Program((("call", 5, 1.0, 1, "plain"), ("update", 2), ("call", 5, 1.0, 1, "plain")), over="eager"),
+        Program(
+            (*[("call", n, 1.0, 1, "plain") for n in (5, 3, 3, 3)], ("update", 2), ("call", 5, 1.0, 1, "plain")),
+            over="eager",
+        ),
         Program((("pause", "keep"), ("invalidate", "other weights"), ("resume",), ("call", 2, 1.0, 1, "plain"))),
         Program(
             (
