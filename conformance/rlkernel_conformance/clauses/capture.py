@@ -19,6 +19,7 @@ from rlkernel_conformance.clauses import (
     capture_collectives,
     capture_side_effects,
 )
+from rlkernel_conformance.clauses.capture_side_effects import refused
 from rlkernel_conformance.clauses.capture_state_machine import (
     EVENTS,
     SEEDS,
@@ -88,16 +89,19 @@ def inputs_are_read_anew(subject: Subject, case: Program) -> None:
 
 @attack("GC-03", some_rows("nan", "inf", "-inf", "3e38"))
 def padding_stays_where_it_is(subject: Subject, case: Rows) -> None:
-    """A function of single rows, with pad values that poison whatever they reach."""
+    """A function of single rows, with pad values that poison whatever they reach; results that no bucket can cut."""
 
     def largest(x: Tensor) -> Tensor:
         return x / x.amax(-1, keepdim=True)
 
     poison, x = float(case.word), case.x(subject)
-    bucket = Bucket({"x": 0}, SIZES)
+    bucket = Bucket({"x": 0}, SIZES, out=-2 * (case.n % 2))  # the first dimension, by either number
     g = subject(largest, (torch.ones_like(x[:1]),), buckets=(bucket,), pad={"x": poison}, warmup=1)
     want, have = largest(x), g(x)
     require(equal(have, want), f"{case.n} rows padded with {poison} give {have.tolist()}, alone {want.tolist()}")
+    for out in (1, 2, -3, {"nobody": 0}):
+        uncut = (Bucket({"x": 0}, SIZES, out=out),)
+        refused(f"a bucket with out={out}", lambda uncut=uncut: subject(largest, (x,), buckets=uncut, warmup=0)(x))
 
 
 @attack(
@@ -287,6 +291,7 @@ COUNTED: Final = ("state", "graphs", "captures", "replays", "eager_calls", "reca
             over="eager",
         ),
         Program((("pause", "keep"), ("invalidate", "other weights"), ("resume",), ("call", 2, 1.0, 1, "plain"))),
+        Program((("pause", "discard"), ("resume",), ("call", 2, 1.0, 1, "plain")), passed=True),
         Program(
             (
                 ("rebind", 2),
