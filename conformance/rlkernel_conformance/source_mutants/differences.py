@@ -36,6 +36,7 @@ from rlkernel_conformance.source_mutants.drawn_calls import SOURCES, Arguments, 
 from rlkernel_conformance.source_mutants.plugin_copy import PluginCopy
 from rlkernel_conformance.source_mutants.processes import Send
 from rlkernel_conformance.source_mutants.trials import executed_lines, subject_of
+from rlkernel_conformance.spaces import space_of
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.decision import PLAIN_TORCH
 from rlkernel_core.errors import ArgumentError, RLKernelError
@@ -205,7 +206,8 @@ class _Pair:
 
     def compare(self, given: Arguments, said: str, *, gradients: bool) -> None:
         """Make a call of both."""
-        wanted = gradients and has_gradients(self.original) and torch.is_grad_enabled()
+        may_want = has_gradients(self.original) or space_of(self.original.op).constants
+        wanted = gradients and may_want and torch.is_grad_enabled()
         path, lines = self.where
         self._forget_results()
         with executed_lines(path.parent) as executed:
@@ -282,7 +284,7 @@ class _Made:
             name: x.requires_grad_()
             for name, x in zip(names, mine, strict=True)
             if gradients and isinstance(x, Tensor) and x.is_floating_point()
-            if name.partition(".")[0] in subject.spec.differentiable
+            if name.partition(".")[0] in subject.spec.differentiable or space_of(subject.op).constants
         }
 
         def call() -> Any:
