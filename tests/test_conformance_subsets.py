@@ -9,6 +9,7 @@ import pytest
 
 import rlkernel_torch
 from rlkernel import policy
+from rlkernel_conformance.clauses.rollout_refusals import REFUSALS, Held, a_refusal_changes_nothing
 from rlkernel_conformance.compare import Violation
 from rlkernel_conformance.harness import carry_out
 from rlkernel_conformance.leak_check import CLAUSE, attacks_with_leak_check
@@ -125,3 +126,10 @@ def test_memory_of_a_block_of_4096_rows_is_no_growth() -> None:
 )
 def test_strided_tensors_may_round_otherwise_than_contiguous_ones(op: str, function: str, clause: str) -> None:
     assert failures(strangers.backend(op, function), op, only={clause}) == []
+
+
+@pytest.mark.parametrize("word", REFUSALS)
+def test_a_buffer_whose_finished_group_is_one_token_refuses_and_keeps_it(word: str) -> None:
+    subject = Subject("torch", "rollout_buffer")
+    with subject.chosen():
+        a_refusal_changes_nothing(subject, Held((1,), word))  # a pop of one token is full here: nothing to refuse

@@ -241,7 +241,12 @@ SPEC = OpSpec(
         Clause(
             "GC-17", "warm-up is undone", "mutated tensors and generators see one call, not warmup + 1", "side_effect"
         ),
-        Clause("GC-18", "exact counts", "stats count every replay, capture, recapture, eviction and eager call", "law"),
+        Clause(
+            "GC-18",
+            "exact counts",
+            "stats count every replay, capture, recapture, eviction and eager call, and explain announces each",
+            "law",
+        ),
         Clause("GC-19", "illegal work", "host synchronization or a value-dependent shape fails the capture", "refusal"),
         Clause("GC-20", "verify", "a replay that differs from a plain run is a failed capture", "refusal", "verify"),
         Clause("GC-21", "threads", "calls from several threads are serialized and each gets its own answer", "law"),

@@ -221,5 +221,8 @@ class GraphedCallable(Protocol):
         ...
 
     def explain(self, *args: Any, **kwargs: Any) -> str:
-        """What a call with these arguments would do and why; runs nothing."""
+        """What a call with these arguments would do and why; runs nothing.
+
+        The first word, before a colon, is "replay", "capture", "eager" or "refused".
+        """
         ...

@@ -58,7 +58,7 @@ def add(x: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """X of every rank in rank order, [ranks, ...]: one all-gather."""
+    """A contiguous x of every rank in rank order, [ranks, ...]: one all-gather."""
     out = x.new_empty((group.size(), *x.shape))
-    dist.all_gather(list(out.unbind()), x.contiguous(), group=group)
+    dist.all_gather(list(out.unbind()), x, group=group)
     return out

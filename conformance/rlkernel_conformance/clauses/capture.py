@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -17,6 +19,7 @@ from rlkernel_conformance.clauses import (
     capture_collectives,
     capture_side_effects,
 )
+from rlkernel_conformance.clauses.capture_side_effects import refused
 from rlkernel_conformance.clauses.capture_state_machine import (
     EVENTS,
     SEEDS,
@@ -36,6 +39,9 @@ from rlkernel_core.spec.graphed import Bucket, CaptureGroup
 from rlkernel_torch.direct import capture as reference
 
 __all__ = ["capture_arguments", "capture_collectives", "capture_side_effects"]  # their attacks belong to this operator
+
+
+OFTEN: Final = (calls(),) * 4  # among many kinds of events
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ def some_rows(*words: str, least: int = 1) -> Any:
 
 @attack(
     "GC-01",
-    lambda s: programs(s, calls(), EVENTS),
+    lambda s: programs(s, *OFTEN, EVENTS),
     examples=(
         Program((("call", 8, 1.0, 3, "plain"), ("call", 5, 1.0, 1, "plain"))),  # a larger call before a smaller one
         Program((("call", 3, 1.0, 1, "plain"), ("rebind", 2), ("call", 3, 1.0, 1, "plain"))),
@@ -83,16 +89,19 @@ def inputs_are_read_anew(subject: Subject, case: Program) -> None:
 
 @attack("GC-03", some_rows("nan", "inf", "-inf", "3e38"))
 def padding_stays_where_it_is(subject: Subject, case: Rows) -> None:
-    """A function of single rows, with pad values that poison whatever they reach."""
+    """A function of single rows, with pad values that poison whatever they reach; results that no bucket can cut."""
 
     def largest(x: Tensor) -> Tensor:
         return x / x.amax(-1, keepdim=True)
 
     poison, x = float(case.word), case.x(subject)
-    bucket = Bucket({"x": 0}, SIZES)
+    bucket = Bucket({"x": 0}, SIZES, out=-2 * (case.n % 2))  # the first dimension, by either number
     g = subject(largest, (torch.ones_like(x[:1]),), buckets=(bucket,), pad={"x": poison}, warmup=1)
     want, have = largest(x), g(x)
     require(equal(have, want), f"{case.n} rows padded with {poison} give {have.tolist()}, alone {want.tolist()}")
+    for out in (1, 2, -3, {"nobody": 0}):
+        uncut = (Bucket({"x": 0}, SIZES, out=out),)
+        refused(f"a bucket with out={out}", lambda uncut=uncut: subject(largest, (x,), buckets=uncut, warmup=0)(x))
 
 
 @attack(
@@ -101,8 +110,9 @@ def padding_stays_where_it_is(subject: Subject, case: Rows) -> None:
     examples=(Program((("call", 2, 1.0, 1, "plain"), ("call", 2, 1.0, 1, "plain"), ("seed", 1))),),
 )
 def randomness_follows(subject: Subject, case: Program) -> None:
-    """Every draw, the generator after every call, and a second captured function that draws in between."""
-    one, two = Machine(subject, case, draws=True), Machine(subject, case, draws=True)
+    """Every draw, the generators after every call, and a second captured function that draws in between."""
+    own = torch.Generator(subject.device) if "generators" in subject.claims and len(case.steps) % 2 else None
+    one, two = (Machine(subject, case, draws=True, own=own) for _ in range(2))
     one.state = two.state  # both were captured by now, and one stream goes through them
     for word, *given in case.steps:
         for machine, other in ((one, two), (two, one)):
@@ -273,11 +283,29 @@ COUNTED: Final = ("state", "graphs", "captures", "replays", "eager_calls", "reca
 
 @attack(
     "GC-18",
-    lambda s: programs(s, calls(), calls(), EVENTS, longest=16),
-    examples=(Program((("call", 3, 1.0, 1, "plain"), ("rebind", 1), ("call", 3, 1.0, 1, "plain"), ("warm",))),),
+    lambda s: programs(s, *OFTEN, EVENTS, longest=16),
+    examples=(
+        Program((("call", 3, 1.0, 1, "plain"), ("rebind", 1), ("call", 3, 1.0, 1, "plain"), ("warm",))),
+        Program(
+            (*[("call", n, 1.0, 1, "plain") for n in (5, 3, 3, 3)], ("update", 2), ("call", 5, 1.0, 1, "plain")),
+            over="eager",
+        ),
+        Program((("pause", "keep"), ("invalidate", "other weights"), ("resume",), ("call", 2, 1.0, 1, "plain"))),
+        Program((("pause", "discard"), ("resume",), ("call", 2, 1.0, 1, "plain")), passed=True),
+        Program(
+            (
+                ("rebind", 2),
+                ("call", 3, 1.0, 1, "plain"),
+                ("invalidate", "other weights"),
+                ("call", 3, 1.0, 1, "plain"),
+            ),
+            moved="eager",
+        ),
+    ),
 )
 def counts_are_exact(subject: Subject, case: Program) -> None:
     """Beside the reference, which runs the same program; nothing is evicted, for that is each one's own affair."""
+    began = time.perf_counter_ns()
     machine, model = Machine(subject, case), _Modelled(subject, case)
     for at, (word, *given) in enumerate(case.steps):
         for m in (machine, model):
@@ -287,6 +315,11 @@ def counts_are_exact(subject: Subject, case: Program) -> None:
         for name in names:
             a, b = getattr(have, name), getattr(want, name)
             require(a == b, f"{name} is {a} after step {at} of {case.steps}, expected {b}")
+        told = f"step {at} of {case.steps} says {machine.said!r}, expected {model.said!r}"
+        require(machine.said == model.said, told)
+    stats, passed = machine.captured.stats, time.perf_counter_ns() - began
+    spent = stats.capture_ms * 1e6, stats.guard_ns
+    require(min(spent) >= 0 and sum(spent) <= passed, f"{spent} ns in captures and guards, of {passed} that passed")
 
 
 class _Modelled(Machine):
@@ -337,8 +370,10 @@ class _Square(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.arange(1.0, 4.0, device=device))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.weight).square()
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        """Two results with a gradient, one without, and a number."""
+        y = (x * self.weight).square()
+        return {"y": y, "kept": x.detach() * 2, "row": (x * self.weight).sum(-1), "rank": x.dim()}
 
 
 @attack("GC-22", some_rows("x"), scale=0.5)
@@ -351,14 +386,15 @@ def gradients_are_those_of_fn(subject: Subject, case: Rows) -> None:
     g = subject(model, (example,), autograd=True, warmup=1, **shape)
     for salt in (0, 1):
         x = case.x(subject, salt).requires_grad_()
-        upstream = case.x(subject, salt + 5)
-        have = _gradients(g(x), upstream, x, model.weight)
-        want = _gradients(model(x), upstream, x, model.weight)
-        require(equal(have, want), f"gradients are {have}, those of fn {want}")
+        upstream = {"y": case.x(subject, salt + 5), "row": case.x(subject, salt + 6)[:, 0]}
+        for names in (("y", "row"), ("y",), ("row",)):
+            have = _gradients(g(x), {n: upstream[n] for n in names}, x, model.weight)
+            want = _gradients(model(x), {n: upstream[n] for n in names}, x, model.weight)
+            require(equal(have, want), f"gradients of {names} are {have}, those of fn {want}")
     if shape:
         padded = g.stats.replays * (next(size for size in SIZES if size >= case.n) - case.n)
         require(g.stats.pad_rows == padded, f"pad_rows is {g.stats.pad_rows}, expected {padded}")
-    first = g(x)
+    first = g(x)["y"]
     g(x)
     try:
         first.sum().backward()
@@ -367,10 +403,14 @@ def gradients_are_those_of_fn(subject: Subject, case: Rows) -> None:
     raise Violation("a backward after the next replay is answered with what that left")
 
 
-def _gradients(y: Tensor, upstream: Tensor, *of: Tensor) -> list[Tensor]:
-    require(y.requires_grad, "a result does not require grad")
-    found = torch.autograd.grad(y, of, upstream, allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(of, found, strict=True)]
+def _gradients(out: dict[str, Any], upstream: Mapping[str, Tensor], *of: Tensor) -> list[Any]:
+    """The gradients, and the results without one."""
+    needy = [n for n, y in out.items() if isinstance(y, Tensor) and y.requires_grad]
+    require(needy == ["y", "row"], f"{needy} require grad, expected y and row")
+    found = torch.autograd.grad([out[n] for n in upstream], of, [*upstream.values()], allow_unused=True)
+    return [out["kept"], out["rank"]] + [
+        torch.zeros_like(x) if g is None else g for x, g in zip(of, found, strict=True)
+    ]
 
 
 @attack("GC-24", some_rows("1", "3"), scale=0.3)

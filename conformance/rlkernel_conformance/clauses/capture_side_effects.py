@@ -101,6 +101,7 @@ class _Scaled(nn.Module):
     def __init__(self, device: str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((3, 3), 2.0, device=device), requires_grad=False)
+        self.tied = self.weight  # a second name, as heads and embeddings have
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight[0, 0].to(x.dtype)
@@ -120,6 +121,16 @@ MOVES: Final[Mapping[str, Callable[[_Scaled], object]]] = {
 }
 
 
+# How a module is declared static, alone and beside another with the same names.
+HELD: Final[Mapping[str, Callable[[nn.Module, nn.Module], Any]]] = {
+    "alone": lambda m, _: (m,),
+    "beside": lambda m, other: (m, other),
+    "list": lambda m, other: ([m, other],),
+    "dict": lambda m, other: ({"mine": m, "other": other},),
+    "callable": lambda m, other: (lambda: (m, other),),
+}
+
+
 @dataclass(frozen=True)
 class Moved:
     """How a weight moves, and what is to follow."""
@@ -127,6 +138,7 @@ class Moved:
     move: str
     then: str
     guard: str
+    held: str = "alone"
 
 
 def moves(subject: Subject) -> st.SearchStrategy[Moved]:
@@ -137,10 +149,19 @@ def moves(subject: Subject) -> st.SearchStrategy[Moved]:
         move=st.sampled_from(tuple(MOVES)),
         then=st.sampled_from(claimed(subject, "on_guard_fail")),
         guard=st.sampled_from(guards),
+        held=st.sampled_from(tuple(HELD)),
     )
 
 
-@attack("GC-08", moves, examples=(Moved("data", "recapture", "call"), Moved("rebound", "eager", "call")))
+@attack(
+    "GC-08",
+    moves,
+    examples=(
+        *(Moved("data", "recapture", "call", held) for held in HELD),
+        Moved("rebound", "eager", "call"),
+        Moved("rebound", "recapture", "sync"),
+    ),
+)
 def a_weight_that_moves_is_named(subject: Subject, case: Moved) -> None:
     """By check_static or by the call itself, with what was asked for to follow."""
     if case.then not in claimed(subject, "on_guard_fail") or f"guard:{case.guard}" not in subject.claims | {
@@ -148,11 +169,12 @@ def a_weight_that_moves_is_named(subject: Subject, case: Moved) -> None:
     }:
         return
     model, x = _Scaled(subject.device), torch.ones(2, 3, device=subject.device)
+    static = HELD[case.held](model, _Scaled(subject.device))
 
     def fn(x: Tensor) -> Tensor:
         return model(x)  # type: ignore[no-any-return]
 
-    g = subject(fn, (x,), static=(model,), guard=case.guard, on_guard_fail=case.then, warmup=0)
+    g = subject(fn, (x,), static=static, guard=case.guard, on_guard_fail=case.then, warmup=0)
     require(g.check_static() == (), f"{g.check_static()} moved before anything did")
     model.weight.fill_(3)
     require(g.check_static() == (), f"{g.check_static()} moved by a write in place")
@@ -163,7 +185,10 @@ def a_weight_that_moves_is_named(subject: Subject, case: Moved) -> None:
         except CaptureError as error:
             require(case.then == "raise", f"check_static raises though on_guard_fail is {case.then}: {error}")
             named = (str(error),)
-        require(len(named) == 1 and "weight" in named[0], f"check_static names {named}")
+        require(sum("weight" in name for name in named) == 1, f"check_static names {named}")
+        require(
+            case.move != "rebound" or "tied" not in "".join(named), f"check_static names {named}; tied is as it was"
+        )
     _follows(case, g, x)
     g.invalidate()
     require(equal(g(x), x * 5), "after invalidate the answer is another")
@@ -310,6 +335,12 @@ def warming_up_is_undone(subject: Subject, case: Case) -> None:
         require(equal(found, given * number), f"call {number} reads {(found / given).unique().tolist()}")
 
 
+def _put(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[y > 0] = x.flatten()
+    return y
+
+
 ILLEGAL: Final[Mapping[str, Callable[[Tensor], Any]]] = {
     "item": lambda x: x * x.sum().item(),
     "if": lambda x: x if x.sum() > 0 else -x,
@@ -319,6 +350,13 @@ ILLEGAL: Final[Mapping[str, Callable[[Tensor], Any]]] = {
     "masked_select": lambda x: torch.masked_select(x, x > 0),
     "unique": lambda x: x.unique(),
     "int of a tensor": lambda x: x.new_zeros(int(x.sum())),
+    "equal": lambda x: x * torch.equal(x, x + 1),
+    "numpy": lambda x: x + float(x.cpu().numpy().sum()),
+    "argwhere": lambda x: x.argwhere(),
+    "bincount": lambda x: x.long().view(-1).bincount(),
+    "unique_consecutive": lambda x: x.unique_consecutive(),
+    "repeat_interleave": lambda x: x[0].repeat_interleave(x[0].long()),
+    "values through a mask": _put,
 }
 
 
@@ -328,30 +366,37 @@ def illegal_work_fails_the_capture(subject: Subject, case: Case) -> None:
     x = case.x(subject)
     refused(case.word, lambda: subject(ILLEGAL[case.word], (x,), on_capture_error="raise", warmup=case.warmup))
 
-    def lawful(x: Tensor) -> Tensor:
+    def lawful(x: Tensor) -> tuple[Tensor, ...]:
         y = x.clone()
         y[y < 2] = 0  # a masked fill
-        return torch.where(x > 2, y, 1)
+        y[torch.arange(len(x), device=x.device)] += 1  # places, not a mask
+        once = torch.ones(len(x), dtype=torch.int64, device=x.device)
+        return torch.where(x > 2, y, 1), x[0].repeat_interleave(2), y.repeat_interleave(once, 0, output_size=len(x))
 
     require(equal(subject(lawful, (x,), warmup=case.warmup)(x), lawful(x)), "lawful work gives another answer")
 
 
-@attack("GC-20", cases_of("first", "always"), examples=each("first", "always"), scale=0.5)
+@attack("GC-20", cases_of("first", "always", "canary"), examples=each("first", "always", "canary"), scale=0.5)
 def a_wrong_replay_is_caught(subject: Subject, case: Case) -> None:
-    """A function that is another at every run: from its first replay on, or from a later one."""
+    """A function that is another at every run: from its first replay on, from a later one, or from an update on."""
     runs, wrong = [0], [case.word == "first"]
 
     def fn(x: Tensor) -> Tensor:
         runs[0] += 1
         return x + (runs[0] if wrong[0] else 0)
 
+    def update() -> None:
+        with g.weight_update(canary=(x,)):
+            wrong[0] = True
+
     x = case.x(subject)
-    g = subject(fn, (x,), verify=case.word, on_capture_error="raise", warmup=case.warmup)
+    verify = "never" if case.word == "canary" else case.word
+    g = subject(fn, (x,), verify=verify, on_capture_error="raise", warmup=case.warmup)
     if case.word == "always":
         require(equal(g(x), x) and equal(g(x), x), "a verified replay gives another answer")
         require(g.stats.verified == 2, f"two verified replays are counted as {g.stats.verified}")
         wrong[0] = True
-    refused("a replay that differs from a plain run", lambda: g(x))
+    refused("a replay that differs from a plain run", update if case.word == "canary" else lambda: g(x))
     count = g.stats
     require(count.graphs == 0 and bool(count.last_error), f"the graph that failed is still there: {count}")
 

@@ -36,14 +36,20 @@ class Decode(nn.Module):
         self.weight = nn.Parameter(torch.ones(3, device=device), requires_grad=False)
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=device))
         self.draws, self.counts = draws, counts
+        self.own: torch.Generator | None = None  # drawn from beside the default one
 
-    def forward(self, x: Tensor, temperature: float, scale: Tensor) -> dict[str, Any]:
-        """`x` [n, 3] -> z [n, 3], the total of all rows [3], noise [n]."""
+    def forward(self, x: Tensor, temperature: float, scale: Tensor, weight: Tensor | None = None) -> dict[str, Any]:
+        """`x` [n, 3] -> z [n, 3], the total of all rows [3], noise [n]; by a weight [3], the layer's unless given."""
+        weight = self.weight if weight is None else weight
         if self.counts:
             self.steps += 1
-        z = x * self.weight * scale / temperature
+        z = x * weight * scale / temperature
         out = {"z": z + 1 if self.training else z, "total": z.sum(0), "training": self.training}
-        return out | ({"u": torch.rand(x.shape[0], device=x.device)} if self.draws else {})
+        if self.draws:
+            out["u"] = torch.rand(x.shape[0], device=x.device)
+        if self.own is not None:
+            out["u"] = out["u"] + torch.rand(x.shape[0], device=x.device, generator=self.own)
+        return out
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,9 @@ class Program:
     outputs: str = "clone"
     verify: str = "never"
     max_graphs: int = 32
+    over: str = "raise"  # "eager": buckets are small, and calls above the largest have no graph
+    moved: str = "recapture"  # what follows a rebound weight; "eager": plain runs until `invalidate`
+    passed: bool = False  # whether the weight, which is static, is an argument of calls too
 
 
 def calls(*, most: int = 8) -> st.SearchStrategy[Step]:
@@ -75,7 +84,10 @@ EVENTS: Final = st.one_of(
     st.tuples(st.just("rebind"), st.integers(-2, 2)),
     st.tuples(st.just("train"), st.booleans()),
     st.tuples(st.just("pause"), st.sampled_from(("keep", "discard"))),
-    st.sampled_from((("resume",), ("invalidate",), ("warm",))),
+    st.tuples(st.just("update"), st.integers(-2, 2)),
+    st.tuples(st.just("warm"), st.integers(0, 4)),
+    st.tuples(st.just("invalidate"), st.sampled_from(("invalidated", "other weights"))),
+    st.sampled_from((("resume",), ("check",))),
 )
 
 
@@ -89,6 +101,9 @@ def programs(
         outputs=st.sampled_from(claimed(subject, "outputs")),
         verify=st.sampled_from(("never", "always") if "verify" in subject.claims else ("never",)),
         max_graphs=st.sampled_from(graphs),
+        over=st.sampled_from(("raise", "eager")),
+        passed=st.booleans(),
+        moved=st.sampled_from(sorted({"recapture", "eager"} & set(claimed(subject, "on_guard_fail"))) or ["recapture"]),
     )
 
 
@@ -153,33 +168,46 @@ def _same(a: Any, b: Any) -> bool:
 class Machine:
     """A captured step and a plain one, running the same program."""
 
-    def __init__(self, subject: Subject, program: Program, *, draws: bool = False) -> None:
+    def __init__(
+        self, subject: Subject, program: Program, *, draws: bool = False, own: torch.Generator | None = None
+    ) -> None:
         self.subject, self.program, self.device = subject, program, subject.device
         counts = "mutates" in subject.claims
         torch.manual_seed(0)
         self.model = Decode(self.device, draws=draws, counts=counts)
         self.plain = copy.deepcopy(self.model)
+        self.own = self.model.own = self.plain.own = own
         self.sizes = SIZES if "buckets" in subject.claims else ()
+        self.sizes = self.sizes[:2] if program.over == "eager" else self.sizes
         self.options: dict[str, Any] = {"outputs": program.outputs, "max_graphs": program.max_graphs, "warmup": 1}
         if self.sizes:
             out = {"z": 0, "u": 0} if draws else {"z": 0}
-            self.options |= {"buckets": (Bucket({"x": 0}, SIZES, out=out),), "pad": {"x": PAD}}
+            self.options |= {"buckets": (Bucket({"x": 0}, self.sizes, out=out, over=program.over),), "pad": {"x": PAD}}
+        if own is not None:
+            self.options["generators"] = (own,)
+        if program.moved != "recapture":
+            self.options["on_guard_fail"] = program.moved
         if counts:
             self.options["mutates"] = (self.model.steps,)
         if "verify" in subject.claims:
             self.options["verify"] = program.verify
-        self.state = generator_state(self.device)
+        self.state = self.random()
         self.example = (torch.zeros(2, 3, device=self.device), 1.0, torch.ones((), device=self.device))
         self.captured: GraphedCallable = self.make(subject)
-        self.calls, self.paused = 0, False
+        self.calls, self.paused, self.guarded = 0, False, False
+        self.said: Any = None  # by the latest step: what a call was announced as, graphs warmed, what moved
         self.held: list[Tensor] = []  # storage that later calls write to
         self.kept: list[tuple[Any, Any]] = []  # results handed out, and copies of them
         self.wrong: dict[str, str] = {}  # aspect -> the first difference
 
     def make(self, maker: Any) -> GraphedCallable:
         """The captured step, as `maker` captures it."""
-        captured: GraphedCallable = maker(self.model, self.example, **self.options)
+        captured: GraphedCallable = maker(self.model, (*self.example, *self.passed(self.model)), **self.options)
         return captured
+
+    def passed(self, model: Decode) -> tuple[Tensor, ...]:
+        """The static argument of calls, where there is one."""
+        return (model.weight,) if self.program.passed else ()
 
     def run(self, *aspects: str) -> None:
         """All steps in order; a Violation if one of these aspects went wrong, every one unless given."""
@@ -188,6 +216,18 @@ class Machine:
             found = {k: v for k, v in self.wrong.items() if k in aspects or not aspects}
             for aspect, text in found.items():
                 require(holds=False, message=f"{aspect} after step {at}, {word}{tuple(given)}: {text}")
+
+    def random(self) -> Tensor:
+        """States of the generators, one behind the other."""
+        default = generator_state(self.device)
+        return default if self.own is None else torch.cat([default.cpu(), self.own.get_state().cpu()])
+
+    def set_random(self, state: Tensor) -> None:
+        """Put the generators where they were."""
+        size = generator_state(self.device).numel()
+        set_generator_state(state[:size].clone(), self.device)
+        if self.own is not None:
+            self.own.set_state(state[size:].clone())
 
     def differ(self, aspect: str, found: Any, expected: Any) -> None:
         """Note the first difference of an aspect."""
@@ -200,17 +240,20 @@ class Machine:
             return
         x = rows(layout, n, self.calls, self.device, self.held)
         before, factor = x.clone(), torch.tensor(float(scale), device=self.device)
-        padded = before.new_full((next((s for s in self.sizes if s >= n), n), 3), PAD)
+        sizes = () if self.guarded else self.sizes
+        padded = before.new_full((next((s for s in sizes if s >= n), n), 3), PAD)
         padded[:n] = before
-        set_generator_state(self.state, self.device)
-        expected = self.plain(padded, temperature, factor)
+        self.set_random(self.state)
+        expected = self.plain(padded, temperature, factor, *self.passed(self.plain))
         expected |= {k: expected[k][:n] for k in ("z", "u") if k in expected}
-        after = generator_state(self.device)
-        set_generator_state(self.state, self.device)
-        result = self.captured(x, temperature, factor)
+        after = self.random()
+        self.set_random(self.state)
+        given = x, temperature, factor, *self.passed(self.model)
+        self.said = self.captured.explain(*given).partition(":")[0]
+        result = self.captured(*given)
         self.state, self.calls = after, self.calls + 1
         self.differ("noise", result.pop("u", None), expected.pop("u", None))
-        self.differ("generator", generator_state(self.device), after)
+        self.differ("generator", self.random(), after)
         self.differ("mode", result.pop("training"), expected.pop("training"))
         self.differ("result", result, expected)
         self.differ("input", x, before)
@@ -233,6 +276,20 @@ class Machine:
             for m in (self.model, self.plain):
                 m.weight = nn.Parameter(torch.full((3,), float(value), device=self.device), requires_grad=False)
         self.differ("moved", len(update.changed), 1)
+        self.guarded = self.program.moved == "eager"
+
+    def update(self, value: int) -> None:
+        """The weight is written in place within a weight update, which looks at one call."""
+        if self.paused:
+            return
+        with self.captured.weight_update(canary=(*self.example, *self.passed(self.model))) as update:
+            self.write(value)
+        self.differ("moved", len(update.changed), int(self.guarded))
+
+    def check(self) -> None:
+        """Static tensors are looked at."""
+        if not self.paused:
+            self.said = self.captured.check_static()
 
     def train(self, mode: bool) -> None:
         """The mode of the modules changes."""
@@ -242,7 +299,9 @@ class Machine:
     def seed(self, value: int) -> None:
         """The caller seeds."""
         torch.manual_seed(value)
-        self.state = generator_state(self.device)
+        if self.own is not None:
+            self.own.manual_seed(value + 1)
+        self.state = self.random()
 
     def pause(self, mode: str) -> None:
         """Calls are refused."""
@@ -256,11 +315,14 @@ class Machine:
             self.captured.resume()
             self.paused = False
 
-    def invalidate(self) -> None:
+    def invalidate(self, reason: str = "invalidated") -> None:
         """All graphs are forgotten."""
-        self.captured.invalidate()
+        self.captured.invalidate(reason)
+        self.guarded = False
 
-    def warm(self) -> None:
-        """Every bucket is captured ahead of use."""
+    def warm(self, n: int = 0) -> None:
+        """A call of n rows is captured ahead of use; every bucket, unless given."""
         if not self.paused:
-            self.captured.warm()
+            x, temperature, scale = self.example
+            examples = [(x.new_zeros(n, 3), temperature, scale, *self.passed(self.model))] if n else None
+            self.said = self.captured.warm(examples)

@@ -67,7 +67,7 @@ REFUSALS: Final[Mapping[str, Refusal]] = {
     "reward of another size": lambda b, s, d: b.finish(s, [1.0] * (len(s.ids) + 1)),
     "pop too many": lambda b, _, d: _none(b.pop(groups=5)),
     "pop none ready": lambda b, _, d: _none(b.pop(groups=2, rules=GroupRules(min_valid=9))),
-    "pop half a group": lambda b, _, d: b.pop(tokens=1),
+    "pop a part of a group": lambda b, _, d: b.pop(tokens=b.groups()[0].tokens - 1),
     "pop badly": lambda b, _, d: b.pop(groups=1, order="newest"),
     "discard a stranger": lambda b, _, d: b.discard([0, 77]),
 }

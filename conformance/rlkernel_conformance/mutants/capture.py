@@ -241,15 +241,24 @@ BUGS: Final = {
     "replays_are_miscounted": Bug(
         "GC-18", "verification and replays share a counter", counts(replays=lambda s: s.replays + (s.replays > 2))
     ),
+    "static_is_forgotten_by_a_discard": Bug(
+        "GC-18",
+        "static arguments are copied, and mutated tensors not put back, after a discard",
+        made_of(graphed.ForgetsStatic),
+    ),
     "records_whatever_it_is_given": Bug(
         "GC-19",
         "a graph with a value of its capture baked in",
         lambda right, call: capture(call, recorder=graphed.RecordsAnything) if alone(call) else right(call),
     ),
     "nothing_is_verified": Bug("GC-20", "verify accepted and ignored", plant.given(verify="never")),
+    "the_canary_is_not_called": Bug("GC-20", "weight_update ignores its canary", made_of(graphed.NoCanary)),
     "verified_once": Bug("GC-20", "verify='always' looks once", plant.maps(verify={"always": "first"})),
     "threads_are_not_kept_apart": Bug(
         "GC-21", "static buffers that two threads fill at once", made_of(graphed.NotKeptApart)
+    ),
+    "the_size_is_the_padded_one": Bug(
+        "GC-97", "Bucket.valid tells the padded size", made_of(inputs=graphed.PaddedSizes)
     ),
     "weights_get_no_gradient": Bug(
         "GC-22", "weights are constants of a captured backward", plant.given(fn=weights_without_gradient)

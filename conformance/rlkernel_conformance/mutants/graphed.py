@@ -46,6 +46,21 @@ class KeepsTheFirst(StaticInputs):
         return lambda leaves: None
 
 
+class PaddedSizes(StaticInputs):
+    """The size that a function is told is the padded one."""
+
+    def filling(self, reading: Any) -> Any:
+        true = super().filling(reading)
+        padded = [size for bucket, (_, size) in zip(self._buckets, reading.sizes, strict=True) if bucket.valid]
+
+        def fill(leaves: Any) -> None:
+            true(leaves)
+            for x, size in zip(self._valid, padded, strict=True):
+                x.fill_(size)
+
+        return fill
+
+
 class KnowsAddresses(StaticInputs):
     """A first tensor at the address of the call before is not copied."""
 
@@ -80,6 +95,22 @@ def _dense(x: Any) -> Any:
     if not isinstance(x, Tensor) or x.is_contiguous() or x.stride()[:1] == (0,):
         return x
     return torch.as_strided(x, x.shape, [x.shape[1], 1])
+
+
+class NoCanary(Graphed):
+    def weight_update(self, canary: Any = None) -> Any:
+        return super().weight_update()
+
+
+class ForgetsStatic(Graphed):
+    """After a discard static tensors are no longer known where they are arguments."""
+
+    def resume(self) -> None:
+        held, self._accept = self._accept, lambda: None  # type: ignore[method-assign]
+        try:
+            super().resume()
+        finally:
+            self._accept = held  # type: ignore[method-assign]
 
 
 class WritesBack(Graphed):

@@ -34,6 +34,13 @@ def one_pass_variance(call: WhitenCall, out: WhitenResult) -> Tensor:
     return torch.where(known, out.y * (out.var + call.eps).sqrt() / (var + call.eps).sqrt(), out.y)
 
 
+def carries_a_gradient(right: Run, call: WhitenCall) -> WhitenResult:
+    out = right(call)
+    if not call.x.requires_grad:
+        return out
+    return replace(out, y=out.y + torch.where(call.x.isfinite(), 0.0 * call.x, 0.0).to(out.y.dtype))
+
+
 def mask_multiplies(call: WhitenCall, out: WhitenResult) -> Tensor:
     return out.y if call.mask is None else out.y + 0.0 * (call.x * ~call.mask).sum().to(out.y.dtype)
 
@@ -93,6 +100,7 @@ BUGS: Final = {
     "negative_eps_is_taken": plant.lenient(
         "WH-11", "a negative eps clamped instead of refused", eps=lambda eps: max(0.0, eps)
     ),
+    "is_no_constant": Bug("WH-97", "the result carries a gradient to x", carries_a_gradient),
     "differs_from_call_to_call": plant.nondeterministic("WH-12", "y"),
     "asks_the_host": Bug(
         "WH-13", "the host asks whether there is anything to whiten", plant.reads_back(lambda c, o: o.count)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import _lru_cache_wrapper, partial
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -35,6 +36,7 @@ from rlkernel_conformance.source_mutants.drawn_calls import SOURCES, Arguments, 
 from rlkernel_conformance.source_mutants.plugin_copy import PluginCopy
 from rlkernel_conformance.source_mutants.processes import Send
 from rlkernel_conformance.source_mutants.trials import executed_lines, subject_of
+from rlkernel_conformance.spaces import space_of
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.decision import PLAIN_TORCH
 from rlkernel_core.errors import ArgumentError, RLKernelError
@@ -46,8 +48,9 @@ _VARIANTS: Final = 2  # of each call that a clause makes
 # Calls that execute a change, without a difference, after which it is taken for none, and after which no more are made.
 ENOUGH: Final = 50
 _PLENTY: Final = 2500
-_OTHER_DRAWS: Final = 20_261  # seed of cases that no profile has
-_LIMIT_S: Final = 30.0  # of the search in each source of calls
+_OTHER_DRAWS: Final = 20_261  # seed of cases that no profile has, and the next ones
+_ROUNDS: Final = 8
+_LIMIT_S: Final = 30.0  # of this process, for the search in each source of calls
 
 
 @dataclass(frozen=True)
@@ -78,12 +81,12 @@ def search_differences(
         pair = _Pair(Subject(PLAIN_TORCH, op), mutant, where, folder)
         for source, share in SOURCES.items():
             send(source.__name__, None)
-            began = time.monotonic()
+            began = time.process_time()
             for seed in range(math.ceil(calls * share)):
                 given, error = guarded(lambda: source(mutant, seed))  # noqa: B023  called at once
                 if error is None and given is not None:
                     pair.compare(given, f"{source.__name__}(seed={seed})", gradients=bool(seed % 4))
-                if pair.found or time.monotonic() - began > _LIMIT_S:
+                if pair.found or time.process_time() - began > _LIMIT_S:
                     break
             send("found", pair.difference())
             if pair.found:
@@ -112,18 +115,25 @@ def _attack_again(send: Send, pair: _Pair, clauses: tuple[str, ...], profile: Pr
 
 
 def _calls_of_clauses(send: Send, pair: _Pair, clauses: tuple[str, ...], cases: int) -> None:
-    """The calls that clauses make of other draws, each compared whatever the clause looks at; tables first."""
-    began, attacks = time.monotonic(), attacks_with_leak_check(pair.mutant.op)
-    for clause in sorted(clauses, key=lambda c: not isinstance(attacks[c].cases, Table)):
+    """The calls that clauses make of other draws, each compared whatever the clause looks at; tables first.
+
+    Where few of them execute the change, more are drawn.
+    """
+    began, attacks = time.process_time(), attacks_with_leak_check(pair.mutant.op)
+    tables_first = sorted(clauses, key=lambda c: not isinstance(attacks[c].cases, Table))
+    for seed, clause in product(range(_OTHER_DRAWS, _OTHER_DRAWS + _ROUNDS), tables_first):
+        if seed > _OTHER_DRAWS and pair.calls >= ENOUGH:
+            return
         compared = _Compared(pair.mutant.backend, pair.mutant.op, pair=pair, clause=clause)
         send(clause, None)
-        guarded(partial(_compare_calls, attacks[clause], compared, cases))  # an attack may not expect what it meets
+        # An attack may not expect what it meets.
+        guarded(partial(_compare_calls, attacks[clause], compared, cases, seed))
         send("found", pair.difference())
-        if pair.found or pair.calls > _PLENTY or time.monotonic() - began > _LIMIT_S:
+        if pair.found or pair.calls > _PLENTY or time.process_time() - began > _LIMIT_S:
             return
 
 
-def _compare_calls(attack: Attack, subject: _Compared, cases: int) -> None:
+def _compare_calls(attack: Attack, subject: _Compared, cases: int, seed: int) -> None:
     def body(case: Any) -> None:
         _, error = guarded(lambda: attack.prop(subject, case))
         if isinstance(error, UnsatisfiedAssumption):
@@ -133,11 +143,11 @@ def _compare_calls(attack: Attack, subject: _Compared, cases: int) -> None:
 
     if isinstance(attack.cases, Table):
         rows = attack.cases.rows(subject)
-        for row in Random(_OTHER_DRAWS).sample(rows, k=min(len(rows), 5 * cases)):
+        for row in Random(seed).sample(rows, k=min(len(rows), 5 * cases)):
             body(row)
     else:
         examples = max(1, round(cases * attack.scale))
-        search(body, attack.cases(subject), examples=examples, shrink=False, seed=_OTHER_DRAWS)
+        search(body, attack.cases(subject), examples=examples, shrink=False, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -196,7 +206,8 @@ class _Pair:
 
     def compare(self, given: Arguments, said: str, *, gradients: bool) -> None:
         """Make a call of both."""
-        wanted = gradients and has_gradients(self.original) and torch.is_grad_enabled()
+        may_want = has_gradients(self.original) or space_of(self.original.op).constants
+        wanted = gradients and may_want and torch.is_grad_enabled()
         path, lines = self.where
         self._forget_results()
         with executed_lines(path.parent) as executed:
@@ -273,7 +284,7 @@ class _Made:
             name: x.requires_grad_()
             for name, x in zip(names, mine, strict=True)
             if gradients and isinstance(x, Tensor) and x.is_floating_point()
-            if name.partition(".")[0] in subject.spec.differentiable
+            if name.partition(".")[0] in subject.spec.differentiable or space_of(subject.op).constants
         }
 
         def call() -> Any:

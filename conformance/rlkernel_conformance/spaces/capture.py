@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -40,6 +41,14 @@ def mode_dependent(x: Tensor, more: Any) -> Any:
     return x.float() @ made.float(), made + 0, x.double() * (2 if torch.is_grad_enabled() else 3)
 
 
+def masked(x: Tensor, more: Any, n: Tensor | None = None, m: Tensor | None = None) -> Any:
+    """Sums over n rows and m columns, all unless given: what a bucket has added is masked."""
+    rows = torch.arange(x.shape[0], device=x.device) < (x.shape[0] if n is None else n)
+    columns = torch.arange(x.shape[1], device=x.device) < (x.shape[1] if m is None else m)
+    y = torch.where(rows[:, None] & columns, x * more["scale"], 0)
+    return {"y": y, "turned": y.t(), "rows": y.sum(1), "columns": y.sum(0), "total": y.sum()}
+
+
 class Layer(nn.Module):
     """A layer that is static in a graph."""
 
@@ -58,6 +67,15 @@ FUNCTIONS: Final[Mapping[str, Callable[..., Any]]] = {
     "nested": nested,
     "number": number,
     "modes": mode_dependent,
+}
+PADS: Final = 7.0  # no result may hold it
+BY_ROWS: Final = Bucket({"x": 0}, (2, 4, 8), {"y": 0, "turned": 1, "rows": -1}, "n")
+BY_COLUMNS: Final = Bucket({"x": -1}, (2, 4), {"y": -1, "turned": 0, "columns": 0}, "m")
+BUCKETS: Final[Mapping[str, tuple[Bucket, ...]]] = {
+    "rows": (BY_ROWS,),
+    "columns": (BY_COLUMNS,),
+    "both": (BY_ROWS, BY_COLUMNS),
+    "few rows": (replace(BY_ROWS, sizes=(2, 4), over="eager"),),
 }
 # What the second call changes.
 CHANGES: Final = (
@@ -90,11 +108,11 @@ OF_LAYERS: Final = ("weight", "rebound", "cast", "eval", "weight and eval")
 def factors(subject: Subject) -> Mapping[str, Sequence[Any]]:
     """Functions, changes and options."""
     return {
-        "fn": (*FUNCTIONS, *claimed(subject, {"layer": "static"})),
+        "fn": (*FUNCTIONS, *claimed(subject, {"masked": "buckets", "layer": "static"})),
         "then": (*CHANGES, *claimed(subject, dict.fromkeys(OF_LAYERS, "static"))),
         "dtype": ("float32", "float64", "bfloat16", "int64"),
         "rows": (4, 1, 5),
-        "buckets": claimed(subject, {False: "", True: "buckets"}),
+        "buckets": claimed(subject, {None: "", **dict.fromkeys(BUCKETS, "buckets")}),
         "outputs": claimed(subject, {"clone": "outputs:clone", "view": "outputs:view"}),
         "verify": claimed(subject, {"never": "", "always": "verify"}),
         "guard": claimed(subject, {"sync": "", "call": "guard:call"}),
@@ -103,10 +121,16 @@ def factors(subject: Subject) -> Mapping[str, Sequence[Any]]:
     }
 
 
+BUCKETED: Final = {
+    "rows": ("masked", "layer"),
+    "few rows": ("masked", "layer"),
+    "columns": ("masked",),
+    "both": ("masked",),
+}
 RULES = (
     Rule(("fn", "then"), lambda fn, then: then not in OF_LAYERS or fn == "layer"),
     Rule(("fn", "then"), lambda fn, then: then not in {"factor", "inner dtype", "inner values"} or fn == "nested"),
-    Rule(("fn", "buckets"), lambda fn, buckets: not buckets or fn == "layer"),
+    Rule(("fn", "buckets"), lambda fn, buckets: fn in BUCKETED.get(buckets, ("masked", *FUNCTIONS, "layer"))),
     Rule(("buckets", "then"), lambda buckets, then: not buckets or then != "rank"),
     Rule(("fn", "then"), lambda fn, then: then != "rank" or fn == "number"),
     Rule(("guard", "then"), lambda guard, then: guard == "call" or then not in {"rebound", "cast"}),
@@ -114,12 +138,24 @@ RULES = (
 )
 
 
+def function(subject: Subject, point: Point) -> Any:
+    """What is captured."""
+    if point["fn"] == "layer":
+        return Layer(subject.device).train()
+    return masked if point["fn"] == "masked" else FUNCTIONS[point["fn"]]
+
+
 def arguments(subject: Subject, point: Point) -> Given:
     """The capture."""
-    fn = Layer(subject.device).train() if point["fn"] == "layer" else FUNCTIONS[point["fn"]]
+    fn = function(subject, point)
     given: Given = {"fn": fn, "example": call_of(subject, point, "nothing")}
     given |= {name: point[name] for name in ("outputs", "verify", "guard", "warmup", "max_graphs")}
-    return given | ({"buckets": (Bucket({"x": 0}, (2, 4, 8)),)} if point["buckets"] else {})
+    if point["buckets"] is None:
+        return given
+    buckets = BUCKETS[point["buckets"]]
+    if point["fn"] == "layer":  # each row alone: every output is cut, and nothing is masked
+        buckets = tuple(replace(b, out=0, valid=None) for b in buckets)
+    return given | {"buckets": buckets, "pad": {"x": PADS}}
 
 
 def call_of(subject: Subject, point: Point, then: str) -> dict[str, Any]:
@@ -173,7 +209,7 @@ def use(subject: Subject, point: Point, given: Given, captured: Any) -> Any:
 
 def expected(subject: Subject, point: Point, _: Given, __: Mapping[str, Any]) -> dict[str, Want]:
     """What the function itself gives."""
-    fn = Layer(subject.device).train() if point["fn"] == "layer" else FUNCTIONS[point["fn"]]
+    fn = function(subject, point)
     with under(point["mode"], subject.device):
         found = use(subject, point, {"fn": fn}, fn)
     stored = {n: str(x.dtype).removeprefix("torch.") for n, x in leaves(found).items()}

@@ -129,4 +129,5 @@ SPACE = Space(
         {"B": 1 << 17, "group": 1 << 13},
         *({"B": B, "group": "mixed"} for B in (4098,) if "group_ids" in subject.claims),
     ],
+    constants=True,
 )

@@ -248,4 +248,5 @@ SPACE = Space(
         for B, T in ((4099, 2), (65_537, 1), (2, 16_385))
         if "kl:k1" in subject.claims
     ],
+    constants=True,
 )

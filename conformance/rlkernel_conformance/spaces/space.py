@@ -104,6 +104,7 @@ class Space:
     draws: bool = False
     # Levels by factor that mask a bug in the others, e.g. a size of 0; modes and gradients have some too.
     masking: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    constants: bool = False  # no result wants a gradient, whatever arguments do: every other call has some that do
     smooth: bool = True  # the gradient has no jumps: a second derivative, where it is given, can be judged
 
     def differentiable(self, subject: Subject) -> tuple[str, ...]:
@@ -224,9 +225,9 @@ def _judge(space: Space, subject: Subject, point: Point) -> None:
     except CaptureError as error:
         raise Violation(f"waits for the device, or has a shape that depends on values: {error}") from error
     made = {n: x.detach() for n, x in leaves(out).items()} | grads
-    if mode in GRADLESS:
+    if mode in GRADLESS or space.constants:
         needy = [n for n, x in leaves(out).items() if x.requires_grad]
-        require(not needy, f"{needy} want gradients in {mode}")
+        require(not needy, f"{needy} want gradients" + (f" in {mode}" if mode in GRADLESS else ""))
     for name, x in leaves({n: x for n, x in called.items() if n not in space.written}).items():
         same_bits(name, x, before[name], "after the call")
     shared = (*space.written, *SHARED.get(space.op, ()))
@@ -270,9 +271,12 @@ def _with_leaves(space: Space, subject: Subject, point: Point, given: Given) -> 
     """The arguments, those that may want gradients wanting them."""
     wants = point.levels.get("wants", "all")
     how, mode = point.levels.get("upstream", "none"), point["mode"]
-    if "grad" not in subject.claims or (how == "none" and mode not in GRADLESS):
+    if space.constants:
+        named = tuple(given) if point.seed % 2 else ()
+    elif "grad" not in subject.claims or (how == "none" and mode not in GRADLESS):
         return given
-    named = space.differentiable(subject) if wants == "all" else (wants,)
+    else:
+        named = space.differentiable(subject) if wants == "all" else (wants,)
 
     def leaf(x: Any) -> Any:
         floating = isinstance(x, Tensor) and x.is_floating_point()

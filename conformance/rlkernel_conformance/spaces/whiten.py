@@ -145,4 +145,5 @@ SPACE = Space(
     },
     RULES,
     lambda _: [{"shape": shape} for shape in ((4097, 9), (1, 8193), (65537,), (1 << 20,), (3, 27648))],
+    constants=True,
 )

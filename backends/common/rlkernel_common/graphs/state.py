@@ -20,7 +20,7 @@ class DeviceState:
 
     def random(self) -> list[Tensor]:
         """Generator states now."""
-        return [read().clone() for read, _ in self._channels]
+        return [read() for read, _ in self._channels]
 
     def drew(self) -> bool:
         """Whether anything was drawn since this state was saved."""

@@ -102,4 +102,4 @@ def _presets(subject: Subject, levels: Mapping[str, Sequence[Any]]) -> list[Mapp
     return list(found.values())
 
 
-SPACE = Space("advantage", factors, arguments, expected, TENSORS, RULES, real)
+SPACE = Space("advantage", factors, arguments, expected, TENSORS, RULES, real, constants=True)
