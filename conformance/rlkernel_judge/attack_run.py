@@ -36,8 +36,14 @@ _PAIRS: Final = 3
 _ANY_NOISE: Final = 1e9
 _FIRST_S: Final = 20.0
 _GRACE_S: Final = 60.0  # beyond the limit of a trial, to start and to end
-# A busy process for --loaded: computes, and moves more memory than caches hold.
-_BUSY: Final = "import torch\ntorch.set_num_threads(1)\nx = torch.ones(1 << 23)\nwhile True: x = (x * 1.0001).clone()\n"
+# A busy process for --loaded: computes, and moves more memory than caches hold, for as long as what started it lives.
+_BUSY: Final = """
+import os, torch
+torch.set_num_threads(1)
+x, parent = torch.ones(1 << 23), os.getppid()
+while os.getppid() == parent:
+    x = (x * 1.0001).clone()
+"""
 
 
 class Repeated(BaseModel):
