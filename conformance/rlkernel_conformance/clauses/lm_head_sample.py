@@ -99,7 +99,9 @@ def tokens_follow_the_law(subject: Subject, case: Heads) -> None:
         follows(f"draws of a head of {V}", [place[t] for t in token.tolist()], p[live] / p[live].sum())
 
 
-@attack("LH-05", lambda s: heads(s, N=8, V=2100, filters=False), scale=SCALE)
+@attack(
+    "LH-05", lambda s: st.sampled_from((1100, 2100)).flatmap(lambda V: heads(s, N=8, V=V, filters=False)), scale=SCALE
+)
 def degenerate_rows_are_those_of_sample(subject: Subject, case: Heads) -> None:
     """NaN and infinities of single logits in any tile, through one-hot hidden states; other rows keep their bits."""
     made = case.operands(subject)
@@ -107,7 +109,7 @@ def degenerate_rows_are_those_of_sample(subject: Subject, case: Heads) -> None:
     kind = made.weight.dtype
     eye = torch.eye(8, dtype=kind)
     weight = torch.round(made.weight * 4) / 4
-    places = [case.seed % 2100, 1023, 1024, 2099]
+    places = [case.seed % case.V, 1023, 1024, case.V - 1]
     x = weight.clone().double()
     clean = subject(**made.arguments(subject) | to(subject.device, {"hidden": eye, "weight": weight}))
     # A NaN or infinity in the head reaches every row (0 * inf), so the poison is in hidden states, by the row.
@@ -130,7 +132,7 @@ def degenerate_rows_are_those_of_sample(subject: Subject, case: Heads) -> None:
             same_bits(name, value[i], leaves(clean)[name][i], "beside degenerate rows")
     if {"logit_bias", "bias"} <= subject.claims:
         # Single tokens: a bias of the head forbids all but a few, at the edges of tiles.
-        few = torch.full((2100,), -torch.inf, dtype=work)
+        few = torch.full((case.V,), -torch.inf, dtype=work)
         few[places] = 0.0
         only = subject(**given | to(subject.device, {"bias": few, "hidden": eye}))
         require(bool(torch.isin(only.token.cpu(), torch.tensor(places)).all()), f"forbidden: {only.token.tolist()}")
