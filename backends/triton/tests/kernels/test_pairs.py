@@ -84,6 +84,11 @@ CALLS = {
         "tensors": lambda d: scan(d, a=draw(d, 3, 40, seed=1).sigmoid(), init=draw(d, 3, seed=2)),
         "exclusive": lambda d: scan(d, a=0.5, exclusive=True, masked_out="carry", lengths=LENGTHS.to(d)),
     },
+    "glu": {"silu": lambda d: {"x": draw(d, N, 2 * D), "activation": "silu"}},
+    "rms_norm": {
+        "plain": lambda d: {"x": draw(d, N, D), "weight": draw(d, D, seed=1), "eps": 1e-6},
+        "residual": lambda d: {**CALLS["rms_norm"]["plain"](d), "residual": draw(d, N, D, seed=2), "offset": 1.0},
+    },
 }  # fmt: skip
 EVERY = [(op, name) for op, calls in CALLS.items() for name in calls]
 
