@@ -14,11 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.clauses import (
-    capture_arguments,
-    capture_collectives,
-    capture_side_effects,
-)
+from rlkernel_conformance.clauses import capture_arguments, capture_collectives, capture_side_effects, capture_weights
 from rlkernel_conformance.clauses.capture_side_effects import refused
 from rlkernel_conformance.clauses.capture_state_machine import (
     EVENTS,
@@ -38,8 +34,8 @@ from rlkernel_core.errors import CaptureError
 from rlkernel_core.spec.graphed import Bucket, CaptureGroup
 from rlkernel_torch.direct import capture as reference
 
-__all__ = ["capture_arguments", "capture_collectives", "capture_side_effects"]  # their attacks belong to this operator
-
+# Their attacks belong to this operator.
+__all__ = ["capture_arguments", "capture_collectives", "capture_side_effects", "capture_weights"]
 
 OFTEN: Final = (calls(),) * 4  # among many kinds of events
 
@@ -207,40 +203,6 @@ def a_clone_never_changes(subject: Subject, case: Rows) -> None:
     require(equal(first, want), f"a clone became {first}, was {want}")
     first["y"].zero_()
     require(equal(g(case.x(subject)), fn(case.x(subject))), "writing to a result reached the graph")
-
-
-VALUES: Final = ("1", "1.0", "True", "0.0", "-0.0", "nan", "'a'", "'b'", "None", "(1, 2)", "(1, 3)", "inf", "2**70")
-
-
-def _value(text: str) -> Any:
-    return float(text) if text in {"nan", "inf"} else eval(text, {"__builtins__": {}})  # noqa: S307  our own words
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Calls with these values, in words, one after the other."""
-
-    words: tuple[str, ...]
-
-
-@attack(
-    "GC-12",
-    lambda s: st.builds(Arguments, st.lists(st.sampled_from(VALUES), min_size=2, max_size=6).map(tuple)),
-    examples=(Arguments(("1", "1.0", "True")), Arguments(("0.0", "-0.0", "nan", "nan"))),
-)
-def a_value_is_a_key(subject: Subject, case: Arguments) -> None:
-    """Numbers that are equal but not the same, text, None, tuples; as an argument and inside one."""
-
-    def fn(x: Tensor, t: Any, options: dict[str, Any]) -> tuple[Any, ...]:
-        number = 2.0**70 if t == 2**70 else float(t) if isinstance(t, int | float) else float(len(repr(t)))
-        return x * number, type(t).__name__, repr(options["t"])
-
-    x = torch.ones(2, device=subject.device)
-    g = subject(fn, (x, 5, {"t": 5}), warmup=0)
-    for word in case.words:
-        t = _value(word)
-        have, want = g(x, t, {"t": t}), fn(x, t, {"t": t})
-        require(equal(have, want), f"with {word}, {have} is not {want}")
 
 
 @attack(

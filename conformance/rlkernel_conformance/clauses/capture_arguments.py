@@ -1,18 +1,18 @@
-"""Attacks on capture@1: bad arguments of a capture and of calls."""
+"""Attacks on capture@1: bad arguments of a capture and of calls, and values that are keys of graphs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.clauses.capture_side_effects import Case, cases_of, each
-from rlkernel_conformance.clauses.capture_state_machine import (
-    SIZES,
-)
+from rlkernel_conformance.clauses.capture_state_machine import SIZES, equal
 from rlkernel_conformance.compare import Violation, require
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ArgumentError
@@ -67,3 +67,37 @@ def bad_arguments_are_named(subject: Subject, case: Case) -> None:
         require(error.argument.startswith(argument), f"{case.word}: {argument} is blamed on {error.argument}")
         return
     raise Violation(f"{case.word}: accepted")
+
+
+VALUES: Final = ("1", "1.0", "True", "0.0", "-0.0", "nan", "'a'", "'b'", "None", "(1, 2)", "(1, 3)", "inf", "2**70")
+
+
+def _value(text: str) -> Any:
+    return float(text) if text in {"nan", "inf"} else eval(text, {"__builtins__": {}})  # noqa: S307  our own words
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Calls with these values, in words, one after the other."""
+
+    words: tuple[str, ...]
+
+
+@attack(
+    "GC-12",
+    lambda s: st.builds(Arguments, st.lists(st.sampled_from(VALUES), min_size=2, max_size=6).map(tuple)),
+    examples=(Arguments(("1", "1.0", "True")), Arguments(("0.0", "-0.0", "nan", "nan"))),
+)
+def a_value_is_a_key(subject: Subject, case: Arguments) -> None:
+    """Numbers that are equal but not the same, text, None, tuples; as an argument and inside one."""
+
+    def fn(x: Tensor, t: Any, options: dict[str, Any]) -> tuple[Any, ...]:
+        number = 2.0**70 if t == 2**70 else float(t) if isinstance(t, int | float) else float(len(repr(t)))
+        return x * number, type(t).__name__, repr(options["t"])
+
+    x = torch.ones(2, device=subject.device)
+    g = subject(fn, (x, 5, {"t": 5}), warmup=0)
+    for word in case.words:
+        t = _value(word)
+        have, want = g(x, t, {"t": t}), fn(x, t, {"t": t})
+        require(equal(have, want), f"with {word}, {have} is not {want}")

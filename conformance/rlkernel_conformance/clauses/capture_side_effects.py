@@ -97,116 +97,17 @@ def drawing_is_refused(subject: Subject, case: Case) -> None:
     require(equal(subject(lambda x: x * 2, (x,), **options)(x), x * 2), "a function that draws nothing is another")
 
 
-class _Scaled(nn.Module):
+class Scaled(nn.Module):
+    """A module of one weight under two names, whose first element multiplies."""
+
     def __init__(self, device: str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((3, 3), 2.0, device=device), requires_grad=False)
         self.tied = self.weight  # a second name, as heads and embeddings have
 
     def forward(self, x: Tensor) -> Tensor:
+        """X times the weight's first element."""
         return x * self.weight[0, 0].to(x.dtype)
-
-
-def _resize(m: _Scaled) -> None:
-    m.weight.data = m.weight.data.clone()
-    m.weight.data.resize_(30, 30).fill_(5)
-
-
-MOVES: Final[Mapping[str, Callable[[_Scaled], object]]] = {
-    "rebound": lambda m: setattr(m, "weight", nn.Parameter(torch.full_like(m.weight, 5), requires_grad=False)),
-    "data": lambda m: setattr(m.weight, "data", torch.full_like(m.weight, 5)),
-    "cast": lambda m: m.double().weight.fill_(5),
-    "turned": lambda m: setattr(m.weight, "data", torch.full_like(m.weight, 5).t()),
-    "resized": _resize,
-}
-
-
-# How a module is declared static, alone and beside another with the same names.
-HELD: Final[Mapping[str, Callable[[nn.Module, nn.Module], Any]]] = {
-    "alone": lambda m, _: (m,),
-    "beside": lambda m, other: (m, other),
-    "list": lambda m, other: ([m, other],),
-    "dict": lambda m, other: ({"mine": m, "other": other},),
-    "callable": lambda m, other: (lambda: (m, other),),
-}
-
-
-@dataclass(frozen=True)
-class Moved:
-    """How a weight moves, and what is to follow."""
-
-    move: str
-    then: str
-    guard: str
-    held: str = "alone"
-
-
-def moves(subject: Subject) -> st.SearchStrategy[Moved]:
-    """Every move with every claimed answer."""
-    guards = ("sync", "call") if "guard:call" in subject.claims else ("sync",)
-    return st.builds(
-        Moved,
-        move=st.sampled_from(tuple(MOVES)),
-        then=st.sampled_from(claimed(subject, "on_guard_fail")),
-        guard=st.sampled_from(guards),
-        held=st.sampled_from(tuple(HELD)),
-    )
-
-
-@attack(
-    "GC-08",
-    moves,
-    examples=(
-        *(Moved("data", "recapture", "call", held) for held in HELD),
-        Moved("rebound", "eager", "call"),
-        Moved("rebound", "recapture", "sync"),
-    ),
-)
-def a_weight_that_moves_is_named(subject: Subject, case: Moved) -> None:
-    """By check_static or by the call itself, with what was asked for to follow."""
-    if case.then not in claimed(subject, "on_guard_fail") or f"guard:{case.guard}" not in subject.claims | {
-        "guard:sync"
-    }:
-        return
-    model, x = _Scaled(subject.device), torch.ones(2, 3, device=subject.device)
-    static = HELD[case.held](model, _Scaled(subject.device))
-
-    def fn(x: Tensor) -> Tensor:
-        return model(x)  # type: ignore[no-any-return]
-
-    g = subject(fn, (x,), static=static, guard=case.guard, on_guard_fail=case.then, warmup=0)
-    require(g.check_static() == (), f"{g.check_static()} moved before anything did")
-    model.weight.fill_(3)
-    require(g.check_static() == (), f"{g.check_static()} moved by a write in place")
-    MOVES[case.move](model)
-    if case.guard == "sync":
-        try:
-            named = g.check_static()
-        except CaptureError as error:
-            require(case.then == "raise", f"check_static raises though on_guard_fail is {case.then}: {error}")
-            named = (str(error),)
-        require(sum("weight" in name for name in named) == 1, f"check_static names {named}")
-        require(
-            case.move != "rebound" or "tied" not in "".join(named), f"check_static names {named}; tied is as it was"
-        )
-    _follows(case, g, x)
-    g.invalidate()
-    require(equal(g(x), x * 5), "after invalidate the answer is another")
-    require(g.check_static() == (), "what was accepted is said to have moved")
-
-
-def _follows(case: Moved, g: Any, x: Tensor) -> None:
-    if case.then == "raise":
-        for _ in range(2):
-            refused("a call after a weight moved", lambda: g(x))
-        return
-    require(
-        equal(g(x), x * 5), f"after a move, then {case.then}, the answer is {g(x).tolist()}, not {(x * 5).tolist()}"
-    )
-    stats = g.stats
-    eager = sum(stats.eager_calls.values())
-    require((eager > 0) == (case.then == "eager"), f"{case.then} gives {eager} eager calls")
-    require((stats.replays > 0) == (case.then == "recapture"), f"{case.then} gives {stats.replays} replays")
 
 
 class _Unlucky(Exception):
@@ -288,7 +189,7 @@ def a_failed_capture_is_recorded(subject: Subject, case: Case) -> None:
 @attack("GC-16", cases_of("keep", "discard"), examples=each("keep", "discard"), scale=0.5)
 def a_pause_refuses_and_ends(subject: Subject, case: Case) -> None:
     """Calls while paused; weights written meanwhile; right answers afterwards."""
-    model, x = _Scaled(subject.device), case.x(subject)
+    model, x = Scaled(subject.device), case.x(subject)
     g = subject(model, (x,), warmup=case.warmup)
     g(x)
     g.pause(case.word)
@@ -404,7 +305,7 @@ def a_wrong_replay_is_caught(subject: Subject, case: Case) -> None:
 @attack("GC-23", cases_of("weight", "input"), examples=each("weight", "input"), scale=0.5)
 def nothing_is_detached_silently(subject: Subject, case: Case) -> None:
     """A weight or an input that requires grad, without autograd; the same under no_grad passes."""
-    model = _Scaled(subject.device)
+    model = Scaled(subject.device)
     model.weight.requires_grad_(case.word == "weight")
     x = case.x(subject).requires_grad_(case.word == "input")
     refused(f"{case.word} that requires grad", lambda: subject(model, (x,), on_capture_error="raise", warmup=1))
