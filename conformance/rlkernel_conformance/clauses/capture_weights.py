@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.clauses.capture_side_effects import Scaled, claimed, refused
-from rlkernel_conformance.clauses.capture_state_machine import equal
+from rlkernel_conformance.clauses.capture_side_effects import Scaled, refused
+from rlkernel_conformance.clauses.capture_state_machine import claimed, equal
 from rlkernel_conformance.compare import require
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import CaptureError
