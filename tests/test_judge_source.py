@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlkernel_judge.source import FORBIDDEN, MAX_BYTES, read
@@ -121,6 +121,7 @@ def test_streams_lazy_tensors_and_caught_exceptions_are_noted() -> None:
     assert codes(text) == {("stream", 2), ("lazy", 3), ("swallows", 6), ("no_kernel", 0)}
 
 
+@settings(deadline=None, derandomize=True)
 @given(st.binary(max_size=200))
 def test_no_bytes_break_the_reader(data) -> None:
     assert read(data, "whiten").fault in {None, "rejected", "syntax_error"}
