@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import rlkernel as rlk
+from rlkernel_conformance import hostile as zoo
 from rlkernel_conformance import isolation
 from rlkernel_conformance.attack import Attack
 from rlkernel_conformance.faults import FAULTS
@@ -56,6 +57,14 @@ def test_a_hostile_backend_is_called_what_it_is_and_nothing_of_it_is_left(hostil
     verdict = attack_hostile(hostile)
     assert verdict.faults == (hostile.fault,) * len(hostile.clauses)
     assert set(own_descendants()) - before == set()
+
+
+def test_the_command_says_of_a_hostile_backend_what_it_did(cli, monkeypatch) -> None:
+    first = hostile_backends()[0]
+    monkeypatch.setattr(zoo, "BACKENDS", {first.name: first})
+    done = cli("conformance", "mutants", "--hostile")
+    assert done.exit_code == 0, done.output
+    assert [line for line in done.output.splitlines() if first.name in line and first.fault in line] != []
 
 
 def test_every_fault_that_a_cpu_can_show_is_shown_by_a_hostile_backend() -> None:
