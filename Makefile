@@ -6,7 +6,7 @@ TORCH  ?= torch==2.13.0
 # PyPI's torch for Linux brings gigabytes of CUDA packages; the CPU build has an index of its own.
 TORCH_CPU = https://download.pytorch.org/whl/cpu
 RUN     = $(VENV)/bin/python
-# What installs; uv does in seconds: INSTALL='uv pip install --quiet --python .venv/bin/python'.
+# The command that installs packages. With uv it takes seconds: INSTALL='uv pip install --quiet --python .venv/bin/python'.
 INSTALL = $(RUN) -m pip install --quiet
 STAMP   = $(VENV)/.rlkernel-ready
 # LOCK=requirements/ci.txt installs what CI does, by digests; torch comes from its own index, by version.

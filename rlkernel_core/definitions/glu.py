@@ -15,11 +15,11 @@ def activation(g, name):
         cdf = 0.5 * erfc(-g / math.sqrt(2))
         return g * cdf, cdf + g * np.exp(-0.5 * g**2) / math.sqrt(2 * math.pi)
     if name == "silu":
-        cdf, slope = _sigmoid(g), np.ones(g.shape)
+        cdf, inner = _sigmoid(g), np.ones(g.shape)
     else:  # (1 + tanh(u)) / 2 is the sigmoid of 2 u
         c = 2 * math.sqrt(2 / math.pi)
-        cdf, slope = _sigmoid(c * (g + 0.044715 * g**3)), c * (1 + 3 * 0.044715 * g**2)
-    return g * cdf, cdf + g * cdf * (1 - cdf) * slope
+        cdf, inner = _sigmoid(c * (g + 0.044715 * g**3)), c * (1 + 3 * 0.044715 * g**2)
+    return g * cdf, cdf + g * cdf * (1 - cdf) * inner
 
 
 def _sigmoid(x):
@@ -36,5 +36,5 @@ def glu(x, name):
 def glu_gradient(x, name, g):
     """Gradient of sum(g y) with respect to x."""
     gate, up = np.split(x, 2, -1)
-    value, slope = activation(gate, name)
-    return np.concatenate([g * up * slope, g * value], -1)
+    value, derivative = activation(gate, name)
+    return np.concatenate([g * up * derivative, g * value], -1)

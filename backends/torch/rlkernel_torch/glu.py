@@ -15,7 +15,7 @@ from rlkernel_core.gradients import Pair, Saved, gradient_wanted
 from rlkernel_core.spec.glu import GluCall
 
 CUBE: Final = 0.044715
-SLOPE: Final = 2.0 * math.sqrt(2.0 / math.pi)  # (1 + tanh(u)) / 2 is the sigmoid of 2 u
+TANH_SCALE: Final = 2.0 * math.sqrt(2.0 / math.pi)  # (1 + tanh(u)) / 2 is the sigmoid of 2 u
 FLAT: Final = 110.0  # beyond +- that the derivative of every activation is 0 or 1; no cube overflows before
 DENSITY: Final = 1.0 / math.sqrt(2.0 * math.pi)
 
@@ -68,7 +68,7 @@ def cdf(g: Tensor, activation: str) -> Tensor:
     """What a gate is multiplied with."""
     if activation == "gelu":
         return normal_cdf(g)
-    return sigmoid(g if activation == "silu" else SLOPE * (g + CUBE * (g * g * g)))
+    return sigmoid(g if activation == "silu" else TANH_SCALE * (g + CUBE * (g * g * g)))
 
 
 def derivative(g: Tensor, activation: str) -> Tensor:
@@ -78,4 +78,4 @@ def derivative(g: Tensor, activation: str) -> Tensor:
     if activation == "gelu":
         return p + g * (exp(-0.5 * (g * g)) * DENSITY)
     q = g * (p * (1.0 - p))
-    return p + (q if activation == "silu" else q * (SLOPE * (1.0 + 3.0 * CUBE * (g * g))))
+    return p + (q if activation == "silu" else q * (TANH_SCALE * (1.0 + 3.0 * CUBE * (g * g))))

@@ -47,7 +47,7 @@ class KeepsTheFirst(StaticInputs):
 
 
 class PaddedSizes(StaticInputs):
-    """The size that a function is told is the padded one."""
+    """The function gets the padded size in place of the true one."""
 
     def filling(self, reading: Any) -> Any:
         true = super().filling(reading)

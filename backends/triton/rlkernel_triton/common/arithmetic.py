@@ -1,4 +1,4 @@
-"""Arithmetic that kernels share: sums in an order that no layout decides, log1p, tanh, and casts that round to nearest.
+"""Arithmetic that kernels share: starts of rows, sums in an order that no layout decides, log1p, tanh, rounding casts.
 
 Triton decides how elements lie in threads, by the alignment of the pointers that it loads from among other things, and
 a plain `tl.sum` adds in the order of that layout. So the bits of a sum could depend on where in memory a row starts. A
@@ -14,6 +14,13 @@ from rlkernel_triton.common.language import tl, triton
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)  # as common.host says it to host code
+
+
+@triton.jit
+def row_offset(row, inner, outer_stride, inner_stride):
+    """Where a row of [outer, inner, C] (`row_layout`) starts; everything in int64, as N C may exceed 2^31."""
+    row = row.to(tl.int64)
+    return (row // inner) * outer_stride + (row % inner) * inner_stride
 
 
 @triton.jit

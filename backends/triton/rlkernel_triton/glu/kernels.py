@@ -10,7 +10,7 @@ Legend: N rows · D width of the result · W columns of a program.
 
 from __future__ import annotations
 
-from rlkernel_triton.common.arithmetic import stored_as
+from rlkernel_triton.common.arithmetic import row_offset, stored_as
 from rlkernel_triton.common.language import tl, triton
 
 
@@ -92,14 +92,8 @@ def derivative(g, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def row_starts(row, inner, outer_stride, inner_stride):
-    """Where a row of [outer, inner, 2 D] starts, in int64."""
-    return (row // inner) * outer_stride + (row % inner) * inner_stride
-
-
-@triton.jit
 def glu_forward(
-    x,  # [N, 2 D]: row i starts as `row_starts` says, columns are `stride` apart
+    x,  # [N, 2 D]: row i starts as `row_offset` says, columns are `stride` apart
     y,  # [N, D]
     inner, outer_stride, inner_stride, stride, D,
     ACTIVATION: tl.constexpr, W: tl.constexpr,
@@ -107,7 +101,7 @@ def glu_forward(
     """W columns of a row a program."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * W + tl.arange(0, W)
-    x0 = x + row_starts(row, inner, outer_stride, inner_stride)
+    x0 = x + row_offset(row, inner, outer_stride, inner_stride)
     gate = tl.load(x0 + at.to(tl.int64) * stride, mask=at < D, other=0.0).to(tl.float32)
     up = tl.load(x0 + (at.to(tl.int64) + D) * stride, mask=at < D, other=0.0).to(tl.float32)
     z = gate * cdf(gate, ACTIVATION) * up
@@ -125,7 +119,7 @@ def glu_backward(
     """The gradients g up act'(gate) and g act(gate)."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * W + tl.arange(0, W)
-    x0 = x + row_starts(row, inner, outer_stride, inner_stride)
+    x0 = x + row_offset(row, inner, outer_stride, inner_stride)
     gate = tl.load(x0 + at.to(tl.int64) * stride, mask=at < D, other=0.0).to(tl.float32)
     up = tl.load(x0 + (at.to(tl.int64) + D) * stride, mask=at < D, other=0.0).to(tl.float32)
     wide = tl.load(g + row * D + at, mask=at < D, other=0.0).to(tl.float32)

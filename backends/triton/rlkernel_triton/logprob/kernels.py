@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from rlkernel_triton.common.arithmetic import cap, stored_as, tanh, tree_sum
+from rlkernel_triton.common.arithmetic import cap, row_offset, stored_as, tanh, tree_sum
 from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.common.softmax import LEAST_SHIFT, dlogits, lane_sum, merge_lanes, row_scale, update_running
 
@@ -26,13 +26,6 @@ STATS_WARPS: Final = 2
 GRADIENT_WARPS: Final = 4
 
 NEIGHBORS: tl.constexpr = tl.constexpr(8)  # columns of a lane: one load of 16 bytes in 16 bits, two in fp32
-
-
-@triton.jit
-def row_offset(row, inner, outer_stride, inner_stride):
-    """Where a row of [outer, inner, V] starts; everything in int64, as N V may exceed 2^31."""
-    row = row.to(tl.int64)
-    return (row // inner) * outer_stride + (row % inner) * inner_stride
 
 
 @triton.jit(do_not_specialize=["N"])  # bits must not depend on it

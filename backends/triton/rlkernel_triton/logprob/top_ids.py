@@ -13,12 +13,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from rlkernel_triton.common.arithmetic import LN2, cap, scaled_less
+from rlkernel_triton.common.arithmetic import LN2, cap, row_offset, scaled_less
 from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.common.row_layout import Rows
 from rlkernel_triton.common.softmax import row_scale
 from rlkernel_triton.launchers import piece_of, plain_launcher_for
-from rlkernel_triton.logprob.kernels import row_offset
 
 BLOCK_BYTES: Final = 64 << 20  # of keys that are there at a time
 COLUMNS: Final = 2048

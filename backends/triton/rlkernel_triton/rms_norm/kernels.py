@@ -12,15 +12,8 @@ Legend: N rows · D width · L rows of a tile · W columns of a tile · C column
 
 from __future__ import annotations
 
-from rlkernel_triton.common.arithmetic import stored_as, tree_sum
+from rlkernel_triton.common.arithmetic import row_offset, stored_as, tree_sum
 from rlkernel_triton.common.language import tl, triton
-
-
-@triton.jit
-def row_starts(row, inner, outer_stride, inner_stride):
-    """Where rows of [outer, inner, D] start, in int64."""
-    row = row.to(tl.int64)
-    return (row // inner) * outer_stride + (row % inner) * inner_stride
 
 
 @triton.jit
@@ -35,7 +28,7 @@ def added(x, residual, here, HAS_RESIDUAL: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["N"])  # bits must not depend on it
 def rms_norm_forward(
-    x,  # [N, D]: row i starts as `row_starts` says, columns are `stride` apart
+    x,  # [N, D]: row i starts as `row_offset` says, columns are `stride` apart
     residual,  # [N, D], read where HAS_RESIDUAL
     weight,  # [D]
     y,  # [N, D]
@@ -47,7 +40,7 @@ def rms_norm_forward(
     """L rows a program, read twice."""
     row = tl.program_id(0).to(tl.int64) * L + tl.arange(0, L)
     lane = tl.arange(0, W)
-    x0 = x + row_starts(row, inner, outer_stride, inner_stride)[:, None]
+    x0 = x + row_offset(row, inner, outer_stride, inner_stride)[:, None]
     dense = row[:, None] * D
     squares = tl.zeros([L, W], tl.float32)
     for first in range(0, D, W):
@@ -74,7 +67,7 @@ def rms_norm_forward(
 
 @triton.jit(do_not_specialize=["N"])
 def rms_norm_backward(
-    s,  # [N, D] what was normalized: row i starts as `row_starts` says, columns are `stride` apart
+    s,  # [N, D] what was normalized: row i starts as `row_offset` says, columns are `stride` apart
     weight,  # [D]
     roots,  # [N] fp32
     g,  # [N, D] upstream gradient of y
@@ -86,7 +79,7 @@ def rms_norm_backward(
     """With h = g w': (h - s mean(h s) r^2) r; L rows a program, read twice."""
     row = tl.program_id(0).to(tl.int64) * L + tl.arange(0, L)
     lane = tl.arange(0, W)
-    s0 = s + row_starts(row, inner, outer_stride, inner_stride)[:, None]
+    s0 = s + row_offset(row, inner, outer_stride, inner_stride)[:, None]
     dense = row[:, None] * D
     products = tl.zeros([L, W], tl.float32)
     for first in range(0, D, W):
@@ -123,7 +116,7 @@ def weight_gradient(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[None, :]
     at = tl.program_id(1) * C + tl.arange(0, C)[:, None]
     here = (row < N) & (at < D)
-    s0 = s + row_starts(row, inner, outer_stride, inner_stride)
+    s0 = s + row_offset(row, inner, outer_stride, inner_stride)
     z = tl.load(s0 + at.to(tl.int64) * stride, mask=here, other=0.0).to(tl.float32)
     r = tl.load(roots + row, mask=row < N, other=0.0)
     p = tl.load(g + row * D + at, mask=here, other=0.0).to(tl.float32) * (z * r)

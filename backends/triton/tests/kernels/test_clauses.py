@@ -13,8 +13,8 @@ from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.subject import Subject
 from rlkernel_triton.interpreted import backend
 
-# Operator -> clauses that are left to GPUs, besides those that every operator has: many draws or rows, bytes that are
-# counted, and graphs take minutes here.
+# Operator -> clauses that are left to GPUs, besides those that every operator has: many draws, rows
+# or options, bytes that are counted, and graphs take minutes here.
 LEFT = {
     "affine_suffix_scan": ("SC-13", "SC-14"),
     "advantage": ("AD-24", "AD-26"),
