@@ -74,7 +74,8 @@ def _recover(graph: cuda.CUDAGraph, pool: Any, device: torch.device, generators:
 def _new_graph(device: torch.device, generators: Sequence[Generator]) -> cuda.CUDAGraph:
     graph = cuda.CUDAGraph()
     for generator in generators:
-        if generator.device == device:
+        # torch.Generator("cuda") has no index.
+        if generator.device.type == device.type and generator.device.index in (None, device.index):
             graph.register_generator_state(generator)
     return graph
 

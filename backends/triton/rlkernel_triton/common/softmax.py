@@ -126,6 +126,7 @@ def dlogits(
     if SUPPORT:
         g_mass *= inverse_T
         q = tl.exp2(scaled_less(y, scale, kept_top) - kept_log_total)  # p among the kept ids
-        q = tl.where(kept | chosen, q, 0.0)
+        # A forbidden id has none either, also where no kept id has any and the exponent is inf - inf.
+        q = tl.where((kept | chosen) & (y != float("-inf")), q, 0.0)
         return p * (common - g_mass) + tl.where(chosen, g_mass * q + g * rest, (g_mass - g) * q)
     return tl.where(chosen, p * common + g * rest, p * (common - g))

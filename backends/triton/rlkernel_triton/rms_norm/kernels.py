@@ -4,10 +4,11 @@ A row is added onto W running sums, elementwise, and these by neighbors; rows ar
 No element's operations depend on how a tile lies in threads. The launches turn the fusing of products with additions
 off, divisions and roots round as IEEE 754 has it: so the fp32 numbers are those of plain torch, bit for bit.
 
-Bytes of a row of D values of s bytes: forward s D read and written, twice with a residual; the second read of a row
-comes from the cache. Backward 2 s D read, s D written, and 2 s D read for the weight.
+Bytes of a row of D values of s bytes: forward s D read and written, twice with a residual. Backward 2 s D read, s D
+written, and 2 s D read for the weight. Rows of many tiles are read twice, the second time from the cache.
 
-Legend: N rows · D width · L rows of a tile · W columns of a tile · C columns of a block of rows.
+Legend: N rows · D width · L rows of a tile · W columns of a tile ·
+HELD tiles of a row that stay in registers · C columns of a block of rows.
 """
 
 from __future__ import annotations
@@ -17,13 +18,22 @@ from rlkernel_triton.common.language import tl, triton
 
 
 @triton.jit
-def added(x, residual, here, HAS_RESIDUAL: tl.constexpr, dtype: tl.constexpr):
+def normalized(x, residual, at, here, stride, HAS_RESIDUAL: tl.constexpr, dtype: tl.constexpr):
     """fp32 of what is normalized: x, or its sum with the residual, rounded to their dtype."""
-    s = x.to(tl.float32)
+    s = tl.load(x + at.to(tl.int64) * stride, mask=here, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
-        more = tl.load(residual, mask=here, other=0.0).to(tl.float32)
+        more = tl.load(residual + at, mask=here, other=0.0).to(tl.float32)
         s = stored_as(s + more, dtype).to(tl.float32)
     return s
+
+
+@triton.jit
+def write_normalized(s, r, weight, y, total, at, here, D, offset, HAS_RESIDUAL: tl.constexpr):
+    """The sum with the residual, and y."""
+    if HAS_RESIDUAL:
+        tl.store(total + at, s.to(total.dtype.element_ty), mask=here)  # s is rounded already
+    w = offset + tl.load(weight + at, mask=at < D, other=0.0).to(tl.float32)
+    tl.store(y + at, stored_as(s * r[:, None] * w, y.dtype.element_ty), mask=here)
 
 
 @triton.jit(do_not_specialize=["N"])  # bits must not depend on it
@@ -35,34 +45,55 @@ def rms_norm_forward(
     total,  # [N, D] the sums with the residual, written where HAS_RESIDUAL
     roots,  # [N] fp32, what each row is multiplied with, written where KEEP
     N, inner, outer_stride, inner_stride, stride, D, eps, offset,
-    HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr, L: tl.constexpr, W: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, KEEP: tl.constexpr, HELD: tl.constexpr, L: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """L rows a program, read twice."""
+    """L rows a program, read once where they are HELD tiles, else twice."""
     row = tl.program_id(0).to(tl.int64) * L + tl.arange(0, L)
-    lane = tl.arange(0, W)
+    lane = tl.arange(0, W)[None, :]
+    there = (row < N)[:, None]
     x0 = x + row_offset(row, inner, outer_stride, inner_stride)[:, None]
     dense = row[:, None] * D
+    dtype: tl.constexpr = y.dtype.element_ty
     squares = tl.zeros([L, W], tl.float32)
-    for first in range(0, D, W):
-        at = first + lane[None, :]
-        here = (row < N)[:, None] & (at < D)
-        z = tl.load(x0 + at.to(tl.int64) * stride, mask=here, other=0.0)
-        s = added(z, residual + dense + at, here, HAS_RESIDUAL, y.dtype.element_ty)
+    held = ()
+    for i in tl.static_range(HELD):
+        at = i * W + lane
+        s = normalized(x0, residual + dense, at, there & (at < D), stride, HAS_RESIDUAL, dtype)
+        squares += s * s
+        held += (s,)
+    for first in range(HELD * W, D, W):
+        at = first + lane
+        s = normalized(x0, residual + dense, at, there & (at < D), stride, HAS_RESIDUAL, dtype)
         squares += s * s
     count = tl.zeros([L], tl.float32) + D
     mean = tl.div_rn(tree_sum(squares), count)
     r = tl.div_rn(tl.full([L], 1.0, tl.float32), tl.sqrt_rn(mean + eps))
     if KEEP:
         tl.store(roots + row, r, mask=row < N)
-    for first in range(0, D, W):
-        at = first + lane[None, :]
-        here = (row < N)[:, None] & (at < D)
-        z = tl.load(x0 + at.to(tl.int64) * stride, mask=here, other=0.0)
-        s = added(z, residual + dense + at, here, HAS_RESIDUAL, y.dtype.element_ty)
-        if HAS_RESIDUAL:
-            tl.store(total + dense + at, s.to(total.dtype.element_ty), mask=here)  # s is rounded already
-        w = offset + tl.load(weight + at, mask=at < D, other=0.0).to(tl.float32)
-        tl.store(y + dense + at, stored_as(s * r[:, None] * w, y.dtype.element_ty), mask=here)
+    for i in tl.static_range(HELD):
+        at = i * W + lane
+        write_normalized(held[i], r, weight, y + dense, total + dense, at, there & (at < D), D, offset, HAS_RESIDUAL)
+    for first in range(HELD * W, D, W):
+        at = first + lane
+        s = normalized(x0, residual + dense, at, there & (at < D), stride, HAS_RESIDUAL, dtype)
+        write_normalized(s, r, weight, y + dense, total + dense, at, there & (at < D), D, offset, HAS_RESIDUAL)
+
+
+@triton.jit
+def upstream(s, weight, g, at, here, stride, D, offset):
+    """fp32 of s, and g w'."""
+    z = tl.load(s + at.to(tl.int64) * stride, mask=here, other=0.0).to(tl.float32)
+    w = offset + tl.load(weight + at, mask=at < D, other=0.0).to(tl.float32)
+    return z, tl.load(g + at, mask=here, other=0.0).to(tl.float32) * w
+
+
+@triton.jit
+def write_gradient(z, h, t, r, g_total, d_s, at, here, HAS_TOTAL: tl.constexpr):
+    """(h - s t) r, and what arrives at the sum."""
+    d = (h - z * t[:, None]) * r[:, None]
+    if HAS_TOTAL:
+        d += tl.load(g_total + at, mask=here, other=0.0).to(tl.float32)
+    tl.store(d_s + at, stored_as(d, d_s.dtype.element_ty), mask=here)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -74,33 +105,36 @@ def rms_norm_backward(
     g_total,  # [N, D] that of the sums, read where HAS_TOTAL
     d_s,  # [N, D]
     N, inner, outer_stride, inner_stride, stride, D, offset,
-    HAS_TOTAL: tl.constexpr, L: tl.constexpr, W: tl.constexpr,
+    HAS_TOTAL: tl.constexpr, HELD: tl.constexpr, L: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """With h = g w': (h - s mean(h s) r^2) r; L rows a program, read twice."""
+    """With h = g w': (h - s mean(h s) r^2) r; L rows a program, read once where they are HELD tiles, else twice."""
     row = tl.program_id(0).to(tl.int64) * L + tl.arange(0, L)
-    lane = tl.arange(0, W)
+    lane = tl.arange(0, W)[None, :]
+    there = (row < N)[:, None]
     s0 = s + row_offset(row, inner, outer_stride, inner_stride)[:, None]
     dense = row[:, None] * D
     products = tl.zeros([L, W], tl.float32)
-    for first in range(0, D, W):
-        at = first + lane[None, :]
-        here = (row < N)[:, None] & (at < D)
-        z = tl.load(s0 + at.to(tl.int64) * stride, mask=here, other=0.0).to(tl.float32)
-        w = offset + tl.load(weight + at, mask=at < D, other=0.0).to(tl.float32)
-        products += tl.load(g + dense + at, mask=here, other=0.0).to(tl.float32) * w * z
+    held = ()
+    for i in tl.static_range(HELD):
+        at = i * W + lane
+        z, h = upstream(s0, weight, g + dense, at, there & (at < D), stride, D, offset)
+        products += h * z
+        held += (z, h)
+    for first in range(HELD * W, D, W):
+        at = first + lane
+        z, h = upstream(s0, weight, g + dense, at, there & (at < D), stride, D, offset)
+        products += h * z
     r = tl.load(roots + row, mask=row < N, other=0.0)
     count = tl.zeros([L], tl.float32) + D
     t = tl.div_rn(tree_sum(products), count) * r * r
-    for first in range(0, D, W):
-        at = first + lane[None, :]
-        here = (row < N)[:, None] & (at < D)
-        z = tl.load(s0 + at.to(tl.int64) * stride, mask=here, other=0.0).to(tl.float32)
-        w = offset + tl.load(weight + at, mask=at < D, other=0.0).to(tl.float32)
-        h = tl.load(g + dense + at, mask=here, other=0.0).to(tl.float32) * w
-        d = (h - z * t[:, None]) * r[:, None]
-        if HAS_TOTAL:
-            d += tl.load(g_total + dense + at, mask=here, other=0.0).to(tl.float32)
-        tl.store(d_s + dense + at, stored_as(d, d_s.dtype.element_ty), mask=here)
+    for i in tl.static_range(HELD):
+        at = i * W + lane
+        z, h = held[2 * i], held[2 * i + 1]
+        write_gradient(z, h, t, r, g_total + dense, d_s + dense, at, there & (at < D), HAS_TOTAL)
+    for first in range(HELD * W, D, W):
+        at = first + lane
+        z, h = upstream(s0, weight, g + dense, at, there & (at < D), stride, D, offset)
+        write_gradient(z, h, t, r, g_total + dense, d_s + dense, at, there & (at < D), HAS_TOTAL)
 
 
 @triton.jit(do_not_specialize=["N"])

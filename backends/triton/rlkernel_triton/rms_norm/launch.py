@@ -20,6 +20,7 @@ from rlkernel_triton.common.row_layout import RowLayout, layout_of, rows_of
 from rlkernel_triton.launchers import Launch, Launcher, Plan, launcher_for
 from rlkernel_triton.rms_norm import kernels
 
+MOST_HELD: Final = 8  # tiles of a row that a program keeps in registers: 64 a thread, or 128 in the gradient
 COLUMNS: Final = 64  # of a block of rows in the weight's gradient
 # Products are rounded before they are added: the bits are those of IEEE 754, whatever the layout.
 _ROUNDED: Final = {"enable_fp_fusion": False}
@@ -82,7 +83,9 @@ class _Host:
         self._shape, self._D = call.x.shape, call.x.shape[-1]
         self._N, self._keep, self._offset = call.x.numel() // self._D, keep, float(call.offset)
         W = lanes_of(self._D)
-        self._tile: dict[str, Any] = {"D": self._D, "L": max(1, LANES // W), "W": W}
+        tiles = triton.cdiv(self._D, W)
+        held = tiles if tiles <= MOST_HELD else 0
+        self._tile: dict[str, Any] = {"D": self._D, "HELD": held, "L": max(1, LANES // W), "W": W}
         self._grid = (triton.cdiv(self._N, self._tile["L"]), 1, 1)
         self._plan = Plan(launcher_for(call.x.device))
         layout, self._copied = layout_of(call.x)

@@ -14,6 +14,7 @@ from torch import nn
 from rlkernel_core.errors import ArgumentError, CaptureError, FallbackWarning
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.graphed import Bucket, CaptureGroup
+from rlkernel_triton.capture import cuda_capture
 from rlkernel_triton.capture.launch import capture as on_device
 
 
@@ -62,6 +63,17 @@ def test_draws_are_those_of_plain_runs(capture) -> None:
         results.append([fn(torch.zeros(3)) for _ in range(3)])
     assert torch.equal(torch.stack(results[0]), torch.stack(results[1]))
     assert not torch.equal(results[0][0], results[0][1])
+
+
+def test_a_generator_of_a_device_without_an_index_follows_its_graph(cuda) -> None:
+    """As torch.Generator("cuda") makes one."""
+
+    class Bare(torch.Generator):
+        device = torch.device("cuda")
+
+    own, of_the_host = Bare(), torch.Generator()
+    graph = cuda_capture._new_graph(torch.device("cuda", 0), (own, of_the_host))
+    assert graph.generators == [own]
 
 
 @pytest.mark.parametrize("warmup", [0, 1])

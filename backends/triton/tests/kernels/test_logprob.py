@@ -140,3 +140,11 @@ def test_as_many_rows_and_numbers_as_there_are(device) -> None:
     (out.logprob + out.entropy).sum().backward()
     (alone.logprob + alone.entropy).sum().backward()
     assert torch.equal(x.grad[-3:], last.grad)
+
+
+def test_a_forbidden_kept_id_has_no_gradient_where_nothing_of_the_support_is_left(device) -> None:
+    x, ids = rows(2, 300, device)
+    kept = torch.tensor([7, 9, 7, 9], device=device)
+    x[:, kept[:2]] = -torch.inf
+    ids[0] = 300
+    agree(x, ids, softcap=1.5, support=rlk.Support(kept, torch.tensor([0, 2, 4], device=device)))
