@@ -273,6 +273,7 @@ CHANGES: Mapping[str, Callable[[], Changes]] = {
     "whiten": rewards.whiten,
     "group_filter": rewards.group_filter,
     "shape_rewards": rewards.shape_rewards,
+    "linear": lambda: {"bias": Change(draw(V, seed=4)), "residual": Change(draw(N, V, seed=5))},
     "rms_norm": lambda: {"residual": Change(draw(N, D, seed=5)), "offset": Change(1.0)},
     "glu": lambda: {"activation": Change("gelu")},
     "capture": capture,

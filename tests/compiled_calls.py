@@ -76,6 +76,7 @@ EXAMPLES = (
     example("affine_suffix_scan"),
     example("whiten", mask=tokens()),
     example("group_filter"),
+    example("linear", bias=draw(V, seed=4), residual=draw(N, V, seed=5)),
     example("rms_norm"),
     example("glu"),
     example("rms_norm", residual=draw(N, D, seed=5), offset=1.0),

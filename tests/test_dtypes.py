@@ -19,13 +19,16 @@ NEVER = ("complex64", "float8_e4m3fn")
 # Whose inputs are any real dtype, or floating ones: no list of dtypes stands in the manifest.
 ANY = {"advantage": REAL, "whiten": REAL, "group_filter": REAL, "shape_rewards": REAL, "affine_suffix_scan": REAL[:4]}
 # Whose result is of the dtype of its input, rounded.
-IN_KIND = {"qmatmul", "quantize", "rms_norm", "glu"}
+IN_KIND = {"qmatmul", "quantize", "linear", "rms_norm", "glu"}
+
+# Whose tensors are all of one dtype.
+ONE_DTYPE = {"linear"}
 
 
 def cast(operator: str, dtype: str) -> dict[str, object]:
     given = base(operator)
-    primary = OPERATORS[operator].primary
-    return given | {primary: given[primary].to(getattr(torch, dtype))}
+    names = given if operator in ONE_DTYPE else [OPERATORS[operator].primary]
+    return given | {name: given[name].to(getattr(torch, dtype)) for name in names}
 
 
 def claimed(operator: str) -> tuple[str, ...]:

@@ -92,6 +92,8 @@ FINE: dict[str, tuple[str, ...]] = {
     "shape_rewards.rewards": ("one more dimension", "a row less", "a row more", *ANY_REAL, "meta"),
     "quantize.weight": ("a row less", "a row more", "meta"),
     "qmatmul.x": SIZES[:4],
+    "linear.x": ("one more dimension", "a dimension less", "a row less", "a row more"),
+    "linear.weight": ("a row less", "a row more"),
     "rms_norm.x": ("one more dimension", "a dimension less", "a row less", "a row more"),
     # tokens that no sequence holds do not count
     "cu_seqlens": ("a row less", "a row more"),
@@ -344,6 +346,19 @@ REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
         ("x", {"x": torch.zeros(N, 0)}),
         ("activation", {"activation": "relu"}),
         ("activation", {"activation": "swiglu"}),
+    ],
+    "linear": lambda: [
+        ("x", {"x": torch.tensor(1.0)}),
+        ("x", {"x": torch.zeros(N, 0), "weight": torch.zeros(V, 0)}),
+        ("weight", {"weight": torch.zeros(0, D)}),
+        ("weight", {"weight": torch.zeros(V, D + 1)}),
+        ("weight", {"weight": torch.zeros(D)}),
+        ("weight", {"weight": draw(V, D).bfloat16()}),
+        ("bias", {"bias": torch.zeros(V + 1)}),
+        ("bias", {"bias": torch.zeros(V).bfloat16()}),
+        ("residual", {"residual": torch.zeros(N + 1, V)}),
+        ("residual", {"residual": torch.zeros(N, D)}),
+        ("residual", {"residual": torch.zeros(N, V).bfloat16()}),
     ],
     "rms_norm": lambda: [
         ("x", {"x": torch.tensor(1.0)}),

@@ -227,6 +227,7 @@ EXAMPLES: Final[Mapping[str, Callable[[Example], Arguments]]] = {
     "group_filter": lambda e: {"rewards": e.rewards(), "group": e.group},
     "shape_rewards": lambda e: {"rewards": e.rewards()},
     "rollout_buffer": _rollout_buffer,
+    "linear": lambda e: {"x": e.normal(e.N, D), "weight": e.normal(V, D, salt=1)},
     "rms_norm": lambda e: {"x": e.normal(e.N, D), "weight": e.normal(D, salt=1), "eps": 1e-6},
     "glu": lambda e: {"x": e.normal(e.N, 2 * D), "activation": e.kind(ACTIVATIONS, lambda _: "", "activation")},
 }

@@ -58,6 +58,7 @@ _SIZES: Final[Mapping[str, tuple[dict[str, int], str, int, dict[str, int]]]] = {
     "whiten": ({"B": 32, "T": 2048}, "float32", 8, {"B": 4096, "T": 8192}),
     "group_filter": ({"B": 8192}, "float32", 8, {"B": 1 << 22}),
     "shape_rewards": ({"B": 8192}, "float32", 8, {"B": 1 << 22}),
+    "linear": ({"M": 8, "K": 512, "N": 256}, "bfloat16", 4, {"M": 1024, "K": 4096, "N": 6144}),
     "rms_norm": ({"N": 64, "D": 1024}, "bfloat16", 8, {"N": 8192, "D": 4096}),
     "glu": ({"N": 64, "D": 1024}, "bfloat16", 8, {"N": 8192, "D": 14336}),
 }  # fmt: skip
@@ -194,6 +195,7 @@ _DRAWN: Final[Mapping[str, Callable[[Mapping[str, int], _Draw], dict[str, Any]]]
     "whiten": lambda n, d: {"x": d.normal(n["B"], n["T"])},
     "group_filter": lambda n, d: {"rewards": d.below(2, n["B"]).to(d.dtype), "group": GROUP},
     "shape_rewards": lambda n, d: {"rewards": d.normal(n["B"])},
+    "linear": lambda n, d: {"x": d.normal(n["M"], n["K"]), "weight": d.normal(n["N"], n["K"])},
     "rms_norm": lambda n, d: {"x": d.normal(n["N"], n["D"]), "weight": d.normal(n["D"]), "eps": 1e-6},
     "glu": lambda n, d: {"x": d.normal(n["N"], 2 * n["D"]), "activation": "silu"},
 }

@@ -192,6 +192,21 @@ class _GroupFilter(_GroupFilterFunction[GroupFilterResult], Operator, Protocol):
 
 group_filter: _GroupFilter
 
+class _LinearFunction(Protocol[_R_co]):
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        *,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> _R_co: ...
+
+class _Linear(_LinearFunction[Tensor], Operator, Protocol):
+    bind: _LinearFunction[_LinearFunction[Tensor]]
+
+linear: _Linear
+
 class _LinearLogprobFunction(Protocol[_R_co]):
     def __call__(
         self,

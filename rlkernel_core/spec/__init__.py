@@ -34,6 +34,7 @@ _WHERE: Final[dict[str, str]] = {
     "group_filter": "group_filter:SPEC",
     "shape_rewards": "shape_rewards:SPEC",
     "rollout_buffer": "rollout_buffer:SPEC",
+    "linear": "linear:SPEC",
     "rms_norm": "rms_norm:SPEC",
     "glu": "glu:SPEC",
 }

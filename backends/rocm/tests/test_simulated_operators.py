@@ -75,6 +75,10 @@ CASES = {
         ),
     ],
     "affine_suffix_scan": [("fp32", lambda: (drawn(3, 90), drawn(3, 90, seed=1, scale=0.5)), {}, 1e-5, 2e-5)],
+    "linear": [
+        ("fp32", lambda: (drawn(3, 90), drawn(20, 90, seed=1)), {"bias": drawn(20, seed=2)}, 1e-5, 2e-5),
+        ("bf16", lambda: (drawn(70, 300, dtype=BF16), drawn(20, 300, seed=1, dtype=BF16)), {}, 1e-2, 1e-2),
+    ],
     "rms_norm": [("fp32", lambda: (drawn(3, 90), drawn(90, seed=1)), {"eps": 1e-5}, 1e-5, 2e-5)],
     "glu": [("fp32", lambda: (drawn(3, 90, scale=3),), {"activation": "gelu"}, 1e-5, 2e-5)],
     "whiten": [("mask", lambda: (drawn(4, 40, scale=5) + 3,), {"mask": MASK}, 1e-5, 2e-5)],

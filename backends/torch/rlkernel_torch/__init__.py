@@ -40,6 +40,7 @@ TARGETS: dict[str, tuple[str, Requires, frozenset[str]]] = {
     "whiten": ("rlkernel_torch.advantage.whitening:whiten", _ANY, frozenset()),
     "group_filter": ("rlkernel_torch.advantage.filtering:group_filter", _ANY, frozenset()),
     "shape_rewards": ("rlkernel_torch.advantage.shaping:shape_rewards", _ANY, frozenset()),
+    "linear": ("rlkernel_torch.linear:linear", _FLOATS, frozenset()),
     "rms_norm": ("rlkernel_torch.rms_norm:rms_norm", _FLOATS, frozenset()),
     "glu": ("rlkernel_torch.glu:glu", _FLOATS, frozenset()),
 }
@@ -52,6 +53,7 @@ PAIRS: dict[str, str] = {
     "logprob": "rlkernel_torch.logprob:LogprobPair",
     "policy_loss": "rlkernel_torch.policy_loss:PolicyLossPair",
     "qmatmul": "rlkernel_torch.qmatmul:QmatmulPair",
+    "linear": "rlkernel_torch.linear:LinearPair",
     "rms_norm": "rlkernel_torch.rms_norm:RmsNormPair",
     "glu": "rlkernel_torch.glu:GluPair",
 }

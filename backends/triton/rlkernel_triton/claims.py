@@ -108,6 +108,12 @@ CLAIMS: Final[Mapping[str, Claim]] = {
     "whiten": Claim(
         "rlkernel_triton.whiten.launch:prepare", REALS, check="rlkernel_triton.whiten.launch:fits", prepared=True
     ),
+    "linear": Claim(
+        "rlkernel_triton.linear.launch:prepare",
+        prepared=True,
+        gradient="rlkernel_triton.linear.launch:LinearPair",
+        sums="mma16/c8/f32",
+    ),
     "rms_norm": Claim(
         "rlkernel_triton.rms_norm.launch:prepare",
         prepared=True,

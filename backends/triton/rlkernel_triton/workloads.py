@@ -377,6 +377,28 @@ _QMATMUL: Final = {
 }  # fmt: skip
 
 
+def _rows_times(M: int, K: int, N: int, dtype: torch.dtype = BF16, *, grad: bool = False, **more: Any) -> Workload:
+    x, weight = _real(M, K, dtype=dtype, grad=grad), _real(N, K, dtype=dtype, grad=grad)
+    bias, residual = (_real(*shape, dtype=dtype, grad=grad) for shape in ((N,), (M, N)))
+    every = {"bias": bias, "residual": residual}
+    given = {"x": x, "weight": weight, **{n: t for n, t in every.items() if n in more}}
+    return Workload(given, ("",) if grad else ())
+
+
+_PRODUCT: Final = {
+    "bf16, 1 row": _rows_times(1, 4096, 6144),
+    "bf16, 4 rows": _rows_times(4, 4096, 6144),
+    "bf16, 4 rows, bias, residual": _rows_times(4, 4096, 6144, bias=True, residual=True),
+    "bf16, 4 rows, many outputs": _rows_times(4, 8192, 57344),
+    "bf16, 4 rows, ragged chunks": _rows_times(4, 896, 1152),
+    "bf16, many rows": _rows_times(8200, 4096, 6144, grad=True),
+    "bf16, many rows, bias, residual": _rows_times(8200, 4096, 6144, bias=True, residual=True),
+    "bf16, many rows, ragged chunks": _rows_times(8200, 896, 1152, grad=True),
+    "fp32, 4 rows": _rows_times(4, 4096, 6144, FP32),
+    "fp32, many rows": _rows_times(8200, 4096, 6144, FP32, grad=True),
+}
+
+
 def _norm(*rows: int, D: int = 4096, dtype: torch.dtype = BF16, grad: bool = False, **more: Any) -> dict[str, Any]:
     x, weight = _real(*rows, D, dtype=dtype, grad=grad), _real(D, dtype=dtype, grad=grad)
     return {"x": x, "weight": weight, "eps": 1e-6, **more}
@@ -408,6 +430,7 @@ WORKLOADS: Final[Mapping[str, Mapping[str, Workload]]] = {
     "affine_suffix_scan": _SCAN,
     "advantage": _ADVANTAGE,
     "whiten": _WHITEN,
+    "linear": _PRODUCT,
     "rms_norm": _NORM,
     "glu": _GLU,
     "policy_loss": _LOSS,

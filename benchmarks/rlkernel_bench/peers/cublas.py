@@ -35,6 +35,12 @@ def dense(work: Work) -> Call:
     return lambda given: {"y_full": given["x"] @ given["weight"].t()}
 
 
+def linear(work: Work) -> Call:
+    """The product alone."""
+    del work
+    return lambda given: {"y": given["x"] @ given["weight"].t()}
+
+
 def grouped(work: Work) -> Call:
     """The experts' product with the weights before they were quantized: the device reads where groups end."""
     del work
@@ -53,7 +59,7 @@ PEERS = (
         "cublas",
         "torch",
         ("torch",),
-        {**dict.fromkeys(_LINEAR, logits), "qmatmul": dense},
+        {**dict.fromkeys(_LINEAR, logits), "qmatmul": dense, "linear": linear},
         "torch.mm",
         ("cpu", "cuda"),
         ran="CPU (torch's own matmul), torch 2.13",

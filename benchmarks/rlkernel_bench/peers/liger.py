@@ -77,13 +77,38 @@ def linear_policy_loss(work: Work) -> Call:
     return run
 
 
+def rms_norm(_work: Work) -> Call:
+    """Residual and norm in one kernel, in Llama's casts: s r is rounded before the weight."""
+    from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+
+    def run(given: Inputs) -> Outputs:
+        y, total = LigerFusedAddRMSNormFunction.apply(given["x"], given["residual"], given["weight"], 1e-6)
+        return {"y": y, "total": total}
+
+    return run
+
+
+def glu(_work: Work) -> Call:
+    """SwiGLU of halves that are copied first: its kernel writes their gradient over them."""
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    return lambda given: {"y": LigerSiLUMulFunction.apply(*given["x"].chunk(2, -1))}
+
+
 PEERS = (
     Peer(
         "liger",
         "liger-kernel",
         ("liger_kernel", "triton"),
-        {"logprob": logprob, "linear_logprob": linear_logprob_fallback, "linear_policy_loss": linear_policy_loss},
-        f"{_SOURCE}, ops/cross_entropy.py, ops/fused_linear_scaled_cross_entropy.py, chunked_loss/grpo_loss.py",
+        {
+            "logprob": logprob,
+            "linear_logprob": linear_logprob_fallback,
+            "linear_policy_loss": linear_policy_loss,
+            "rms_norm": rms_norm,
+            "glu": glu,
+        },
+        f"{_SOURCE}, ops/cross_entropy.py, ops/fused_linear_scaled_cross_entropy.py, chunked_loss/grpo_loss.py, "
+        "ops/fused_add_rms_norm.py, ops/swiglu.py",
         ran="liger-kernel 0.8.5: cross-entropy on an H200, the chunked ones on a CPU",
     ),
     Peer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from rlkernel_bench.peers import Peer
 from rlkernel_bench.peers.decode_chain import chain, dense
@@ -142,6 +143,26 @@ def lm_head_sample(work: Work) -> Call:
     return lambda given: draw({"logits": given["hidden"] @ given["weight"].t()})
 
 
+def rms_norm(_work: Work) -> Call:
+    """Sum, then torch's own norm."""
+
+    def run(given: Inputs) -> Outputs:
+        total = given["x"] + given["residual"]
+        return {"y": functional.rms_norm(total, total.shape[-1:], given["weight"], 1e-6), "total": total}
+
+    return run
+
+
+def glu(_work: Work) -> Call:
+    """SwiGLU of two halves."""
+
+    def run(given: Inputs) -> Outputs:
+        gate, up = given["x"].chunk(2, -1)
+        return {"y": functional.silu(gate) * up}
+
+    return run
+
+
 def rollout(work: Work) -> Call:
     """Products of torch, with quantized weights unpacked before, and the draw above, launched one by one."""
     draw = sample(Work("", "sample", {"B": work.sizes["B"], "V": work.sizes["V"]}, options=LAW))
@@ -161,6 +182,8 @@ PEERS = (
             "advantage": advantage,
             "sample": sample,
             "lm_head_sample": lm_head_sample,
+            "rms_norm": rms_norm,
+            "glu": glu,
             "ratio_kl": ratio_kl,
             "rollout": rollout,
         },

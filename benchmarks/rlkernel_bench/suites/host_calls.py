@@ -314,6 +314,17 @@ CASES: Final[tuple[Case, ...]] = (
         "mean, var, subtract, rsqrt, multiply",
     ),
     Case(
+        "linear",
+        {"M": 8, "K": 256, "N": 256},
+        lambda draw: {"x": draw.normal(8, 256, dtype="bfloat16"), "weight": draw.normal(256, 256, dtype="bfloat16")},
+        lambda op, g: op(g["x"], g["weight"]),
+        lambda r: {"y": r},
+        lambda g: {"y": functional.linear(g["x"], g["weight"])},
+        "linear",
+        wanted=("x", "weight"),
+        dtype="bfloat16",
+    ),
+    Case(
         "rms_norm",
         {"N": 8, "D": 256},
         lambda draw: {"x": draw.normal(8, 256, dtype="bfloat16"), "weight": draw.normal(256, dtype="bfloat16")},

@@ -31,6 +31,7 @@ MODULES: Final = (
     "qmatmul",
     "capture",
     "rollout_buffer",
+    "linear",
     "rms_norm",
     "glu",
 )

@@ -28,7 +28,7 @@ class Probe:
     sizes: tuple[str, ...]  # where none is given
     arguments: Callable[[tuple[int, ...], torch.dtype, torch.Generator], Arguments]
     rows: Mapping[str, int]  # float arguments that have rows -> how many leading dimensions are rows
-    outputs: tuple[str, ...]  # fields of the result
+    outputs: tuple[str, ...]  # fields of the result; a name for a result that is one tensor
     upstream: tuple[str, ...] = ()  # results that gradients arrive at, where gradients are asked about
     gradients: tuple[str, ...] = ()  # arguments whose gradients are then outputs
 
@@ -61,6 +61,14 @@ def _policy_loss(size: tuple[int, ...], dtype: torch.dtype, g: torch.Generator) 
     }  # fmt: skip
 
 
+def _linear(size: tuple[int, ...], dtype: torch.dtype, g: torch.Generator) -> Arguments:
+    M, K, N = size
+    return {
+        "x": _drawn(g, M, K, dtype=dtype), "weight": _drawn(g, N, K, dtype=dtype), "bias": _drawn(g, N, dtype=dtype),
+        "residual": _drawn(g, M, N, dtype=dtype),
+    }  # fmt: skip
+
+
 def _rms_norm(size: tuple[int, ...], dtype: torch.dtype, g: torch.Generator) -> Arguments:
     N, D = size
     return {"x": _drawn(g, N, D, dtype=dtype), "weight": _drawn(g, D, dtype=dtype), "eps": 1e-6}
@@ -74,6 +82,10 @@ PROBES: Final[Mapping[str, Probe]] = {
     "linear_logprob": Probe(
         "NxDxV", ("1x128x600", "8x128x600", "130x128x600"), _linear_logprob, {"hidden": 1},
         ("logprob", "lse", "entropy"), ("logprob",), ("hidden", "weight"),
+    ),
+    "linear": Probe(
+        "MxKxN", ("1x512x300", "8x512x300", "64x512x300", "8192x512x300"), _linear, {"x": 1, "residual": 1}, ("y",),
+        ("y",), ("x", "weight"),
     ),
     "rms_norm": Probe(
         "NxD", ("1x2000", "8x2000"), _rms_norm, {"x": 1}, ("y",), ("y",), ("x", "weight"),

@@ -145,10 +145,10 @@ def _outputs(
         for name in asked.gradients:
             given[name].requires_grad_()
     result = source.run(OPERATORS[op].call(**given))
-    made: dict[str, Tensor] = {name: getattr(result, name).detach() for name in asked.outputs}
+    made: dict[str, Tensor] = {name: _of(result, name).detach() for name in asked.outputs}
     by_row = dict.fromkeys(asked.outputs, bool(asked.rows))
     if gradient and asked.gradients:
-        roots = [getattr(result, name) for name in asked.upstream]
+        roots = [_of(result, name) for name in asked.upstream]
         arriving = [torch.randn_like(x) for x in roots]
         for name, x in zip(asked.upstream, arriving, strict=True):
             source.name(x, _names(source, f"gradient of {name}", x, 1 if asked.rows else 0, row))
@@ -158,6 +158,12 @@ def _outputs(
         }
         by_row |= {f"d_{name}": name in asked.rows for name in asked.gradients}
     return {name: _short(source.hashes(x[row] if by_row[name] else x)) for name, x in made.items()}
+
+
+def _of(result: Any, name: str) -> Tensor:
+    """A field of a result; the result itself where that is a tensor."""
+    found: Tensor = result if isinstance(result, Tensor) else getattr(result, name)
+    return found
 
 
 def _names(source: Reader, name: str, x: Tensor, rows: int, row: int) -> Hashes:

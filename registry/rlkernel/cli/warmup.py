@@ -188,6 +188,13 @@ def _quantize(m: _Maker) -> Callable[[], Any]:
     return call
 
 
+def _linear(m: _Maker) -> Callable[[], Any]:
+    D = m.sizes.hidden
+    x, weight = m.floats(m.sizes.tokens, D, grad=True), m.floats(D, D, grad=True)
+    residual = m.floats(m.sizes.tokens, D, grad=True)
+    return lambda: rlkernel.linear(x, weight, residual=residual)
+
+
 def _rms_norm(m: _Maker) -> Callable[[], Any]:
     x, weight = m.floats(m.sizes.tokens, m.sizes.hidden, grad=True), m.floats(m.sizes.hidden, grad=True)
     return lambda: rlkernel.rms_norm(x, weight, eps=1e-6).y
@@ -209,6 +216,7 @@ EXAMPLES_OF: Final[Mapping[str, Callable[[_Maker], Callable[[], Any]]]] = {
     "advantage": _advantage,
     "affine_suffix_scan": lambda m: lambda: rlkernel.affine_suffix_scan(m.scores(), m.scores()).y,
     "whiten": lambda m: lambda: rlkernel.whiten(m.scores()).y,
+    "linear": _linear,
     "rms_norm": _rms_norm,
     "glu": _glu,
     "quantize": _quantize,

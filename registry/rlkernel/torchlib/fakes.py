@@ -24,6 +24,7 @@ from rlkernel_core.spec.advantage_kinds import KINDS
 from rlkernel_core.spec.affine_suffix_scan import AffineSuffixScanCall, ScanResult, sequences_of
 from rlkernel_core.spec.glu import GluCall
 from rlkernel_core.spec.group_filter import GroupFilterCall, GroupFilterResult
+from rlkernel_core.spec.linear import LinearCall
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
 from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
@@ -235,6 +236,10 @@ def _shape_rewards(call: ShapeRewardsCall) -> ShapedRewards:
     )
 
 
+def _linear(call: LinearCall) -> Tensor:
+    return call.x.new_empty((*call.x.shape[:-1], call.weight.shape[0]))
+
+
 def _rms_norm(call: RmsNormCall) -> RmsNormResult:
     y, s = (call.x.new_empty(call.x.shape) for _ in range(2))
     return RmsNormResult(y, None if call.residual is None else s)
@@ -261,6 +266,7 @@ FAKES: Final[Mapping[str, Callable[[Any], Any]]] = {
     "whiten": _whiten,
     "group_filter": _group_filter,
     "shape_rewards": _shape_rewards,
+    "linear": _linear,
     "rms_norm": _rms_norm,
     "glu": _glu,
 }

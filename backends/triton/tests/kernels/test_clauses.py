@@ -19,6 +19,7 @@ LEFT = {
     "affine_suffix_scan": ("SC-13", "SC-14"),
     "advantage": ("AD-24", "AD-26"),
     "whiten": ("WH-03", "WH-13"),
+    "linear": ("LN-13", "LN-14"),
     "rms_norm": ("RN-12",),
     "glu": ("GL-10", "GL-11"),
     "policy_loss": ("PL-09", "PL-26", "PL-33"),

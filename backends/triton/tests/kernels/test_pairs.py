@@ -84,6 +84,12 @@ CALLS = {
         "tensors": lambda d: scan(d, a=draw(d, 3, 40, seed=1).sigmoid(), init=draw(d, 3, seed=2)),
         "exclusive": lambda d: scan(d, a=0.5, exclusive=True, masked_out="carry", lengths=LENGTHS.to(d)),
     },
+    "linear": {
+        "plain": lambda d: {"x": draw(d, N, D), "weight": draw(d, V, D, seed=1)},
+        "everything": lambda d: {
+            **CALLS["linear"]["plain"](d), "bias": draw(d, V, seed=4), "residual": draw(d, N, V, seed=5),
+        },
+    },
     "glu": {"silu": lambda d: {"x": draw(d, N, 2 * D), "activation": "silu"}},
     "rms_norm": {
         "plain": lambda d: {"x": draw(d, N, D), "weight": draw(d, D, seed=1), "eps": 1e-6},

@@ -1,0 +1,93 @@
+"""linear@1 in plain torch: blocks of rows, all of one height, times tiles of the weight, in fp32 and rounded once.
+
+Libraries choose the order of their sums by shape, so rows are multiplied in blocks of `head.ROWS`, the last of which is
+filled up with zeros: a row's bits do not depend on how many rows there are. The order is the library's and has no name.
+
+Extra memory is one fp32 copy of x, a tile of the weight and the fp32 result. Where torch is told to use TF32 for fp32
+products, this backend does as well.
+
+Legend: M rows · S columns that are summed over · C columns of a product.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rlkernel_common.precision import full_precision
+from rlkernel_common.row_statistics import accumulator
+from rlkernel_core.errors import RLKernelError
+from rlkernel_core.gradients import Pair, Saved, gradient_wanted
+from rlkernel_core.spec.linear import LinearCall
+from rlkernel_torch.head import ROWS, product
+
+TILE = 4096  # columns of a product whose operand is brought to fp32 at once
+
+
+def linear(call: LinearCall) -> Tensor:
+    """See `rlkernel_core.spec.linear.LinearCall`."""
+    if gradient_wanted("linear", call):
+        return LinearPair(call)(call)
+    with torch.no_grad():
+        return _forward(call)
+
+
+class LinearPair(Pair[LinearCall, Tensor]):
+    """The product, and its gradients."""
+
+    op = "linear"
+
+    def forward(self, call: LinearCall) -> tuple[Tensor, Saved]:
+        """The result; x is saved for the weight's gradient, the weight for that of x."""
+        return _forward(call), _saved(call, self.wanted)
+
+    def backward(self, saved: Saved, grads: Saved) -> Saved:
+        """Dx = g weight, dweight = g^T x, dbias the sum of g over the rows, dresidual = g."""
+        (x, weight), (g,) = saved, grads
+        if g is None:
+            raise RLKernelError("linear: its backward pass got no gradient")
+        of_x, of_weight, of_bias, of_residual = self.wanted
+        state, rows = accumulator(g), g.reshape(-1, g.shape[-1])
+        d_x = d_weight = d_bias = None
+        if of_x and weight is not None:
+            d_x = row_products(rows, weight.contiguous()).to(g.dtype).reshape(*g.shape[:-1], weight.shape[1])
+        if of_weight and x is not None:
+            with full_precision(g):
+                d_weight = (rows.to(state).t() @ x.reshape(-1, x.shape[-1]).to(state)).to(g.dtype)
+        if of_bias:
+            d_bias = rows.sum(0, dtype=state).to(g.dtype)
+        return d_x, d_weight, d_bias, g.clone() if of_residual else None
+
+    @classmethod
+    def saved_like(cls, call: LinearCall, result: Tensor, wanted: tuple[bool, ...]) -> Saved:
+        """Arguments alone."""
+        del result
+        return _saved(call, wanted)
+
+
+def _saved(call: LinearCall, wanted: tuple[bool, ...]) -> Saved:
+    return call.x if wanted[1] else None, call.weight if wanted[0] else None
+
+
+def _forward(call: LinearCall) -> Tensor:
+    x = call.x
+    y = row_products(x.reshape(-1, x.shape[-1]), call.weight.contiguous().t())
+    if call.bias is not None:
+        y += call.bias
+    if call.residual is not None:
+        y += call.residual.reshape(y.shape)
+    return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[1])
+
+
+def row_products(a: Tensor, b: Tensor) -> Tensor:  # [M, S], [S, C] -> [M, C] fp32, or float64
+    """A product in which the bits of a row do not depend on the others, nor on how many there are."""
+    (M, S), C, state = a.shape, b.shape[1], accumulator(a)
+    blocks = a.new_zeros(-(-M // ROWS) * ROWS, S, dtype=state)
+    blocks[:M] = a
+    y = torch.empty(M, C, dtype=state, device=a.device)
+    for first in range(0, C, TILE):
+        tile = b[:, first : first + TILE].to(state)
+        for row in range(0, M, ROWS):
+            some = min(ROWS, M - row)
+            y[row : row + some, first : first + TILE] = product(blocks[row : row + ROWS], tile)[:some]
+    return y

@@ -1,0 +1,1 @@
+"""The operator linear@1: `launch.prepare`."""

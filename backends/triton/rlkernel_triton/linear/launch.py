@@ -1,0 +1,208 @@
+"""linear@1 on Triton: one launch of a tile a program; for few rows one of a chunk a program, and one that adds them.
+
+Backward: the same products, dy weight for x and dy^T x for the weight, and torch's sum over rows for the bias.
+
+Legend: M rows · N outputs · K inputs · C columns of a product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel_core.errors import RLKernelError
+from rlkernel_core.gradients import Pair, Saved, gradient_wanted
+from rlkernel_core.spec.linear import LinearCall
+from rlkernel_triton.common.device import has_pdl
+from rlkernel_triton.common.host import INTERPRETED
+from rlkernel_triton.common.language import triton
+from rlkernel_triton.common.matmul_tiles import OPERAND_TYPES, options_of, tile_of
+from rlkernel_triton.common.row_layout import rows_of
+from rlkernel_triton.launchers import Launch, Launcher, Plan, launcher_for
+from rlkernel_triton.linear import kernels
+from rlkernel_triton.quant.tile_config import machine
+
+CHUNKS: Final = 8
+GRAIN: Final = 16  # columns of which a chunk is a multiple: the step of the matrix instructions
+FEW: Final = 64  # rows for which a product waits for the weight alone
+COLUMNS: Final = 512  # of a program that adds chunks
+
+
+def linear(call: LinearCall) -> Tensor:
+    """Prepare one call and run it."""
+    return prepare(call)(call)
+
+
+def prepare(call: LinearCall) -> Callable[[LinearCall], Tensor]:
+    """What runs calls of this shape. The operator's contract is `rlkernel_core.spec.linear.LinearCall`."""
+    if gradient_wanted("linear", call):
+        return LinearPair(call)
+    return _Host(call).forward
+
+
+class LinearPair(Pair[LinearCall, Tensor]):
+    """The product, and its gradients."""
+
+    op = "linear"
+
+    def __init__(self, call: LinearCall) -> None:
+        """Bind the launches of calls of this shape."""
+        super().__init__(call)
+        self._host = _Host(call)
+
+    def forward(self, call: LinearCall) -> tuple[Tensor, Saved]:
+        """The result; x is saved for the weight's gradient, the weight for that of x."""
+        return self._host.forward(call), _saved(call, self.wanted)
+
+    def backward(self, saved: Saved, grads: Saved) -> Saved:
+        """dx = g weight, dweight = g^T x, dbias the sum of g over the rows, dresidual = g."""
+        (x, weight), (g,) = saved, grads
+        if g is None:
+            raise RLKernelError("linear: its backward pass got no gradient")
+        of_x, of_weight, of_bias, of_residual = self.wanted
+        g = g.contiguous()
+        d_x = self._host.of_x(g, weight) if of_x and weight is not None else None
+        d_weight = self._host.of_weight(g, x) if of_weight and x is not None else None
+        d_bias = g.reshape(-1, g.shape[-1]).sum(0, dtype=torch.float32).to(g.dtype) if of_bias else None
+        return d_x, d_weight, d_bias, g.clone() if of_residual else None
+
+    @classmethod
+    def saved_like(cls, call: LinearCall, result: Tensor, wanted: tuple[bool, ...]) -> Saved:
+        """Arguments alone."""
+        del result
+        return _saved(call, wanted)
+
+
+def _saved(call: LinearCall, wanted: tuple[bool, ...]) -> Saved:
+    return call.x if wanted[1] else None, call.weight if wanted[0] else None
+
+
+class _Host:
+    """What the host does for calls of one shape."""
+
+    def __init__(self, call: LinearCall) -> None:
+        x, weight = call.x, call.weight
+        (*rows, self._K), self._N = x.shape, weight.shape[0]
+        self._rows, self._M = tuple(rows), x.numel() // self._K
+        self._plan = Plan(launcher_for(x.device))
+        layout = rows_of(torch.empty_strided(x.shape, x.stride(), device="meta")).layout
+        # Rows that one stride tells are read where they lie; others are copied together.
+        self._copied = layout.inner < self._M
+        self._x = (self._K, 1) if self._copied else (layout.inner_stride, layout.stride)
+        self._weight = (weight.stride(0), weight.stride(1))
+
+    def forward(self, call: LinearCall) -> Tensor:
+        """The result."""
+        y = torch.empty((*self._rows, self._N), dtype=call.x.dtype, device=call.x.device)
+        if self._M:
+            residual = None if call.residual is None else call.residual.contiguous()
+            bias = None if call.bias is None else call.bias.contiguous()
+            given = (bias is not None, residual is not None)
+            sizes = Sizes(self._M, self._N, self._K)
+            product = self._product("forward", call.x, sizes, self._x, self._weight, given)
+            product(self._lying(call.x), call.weight, bias, residual, y)
+        return y
+
+    def of_x(self, g: Tensor, weight: Tensor) -> Tensor:
+        """The gradient of x."""
+        d_x = torch.empty((*self._rows, self._K), dtype=g.dtype, device=g.device)
+        if self._M:
+            sizes = Sizes(self._M, self._K, self._N)
+            product = self._product("x", g, sizes, (self._N, 1), self._weight[::-1], any_alignment=("a",))
+            product(g, weight, None, None, d_x)
+        return d_x
+
+    def of_weight(self, g: Tensor, x: Tensor) -> Tensor:
+        """The gradient of the weight."""
+        d_weight = torch.zeros(self._N, self._K, dtype=g.dtype, device=g.device)
+        if self._M:
+            sizes = Sizes(self._N, self._K, self._M)
+            product = self._product("weight", g, sizes, (1, self._N), self._x[::-1], any_alignment=("a",))
+            product(g, self._lying(x), None, None, d_weight)
+        return d_weight
+
+    def _product(
+        self, place: str, like: Tensor, sizes: Sizes, a: tuple[int, int], b: tuple[int, int],
+        given: tuple[bool, bool] = (False, False), any_alignment: Collection[str] = (),
+    ) -> Product:  # fmt: skip
+        def bound(launcher: Launcher) -> Product:
+            return Product(launcher, like, sizes, a, b, given, any_alignment)
+
+        return self._plan.get(place, bound)
+
+    def _lying(self, x: Tensor) -> Tensor:
+        """x as its strides were told."""
+        return x.contiguous() if self._copied else x
+
+
+class Sizes(NamedTuple):
+    """[M, K] times [K, C]."""
+
+    M: int
+    C: int
+    K: int
+
+
+def chunk_of(K: int) -> int:
+    """Columns of a chunk: K / 8 where that is a multiple of 16, so that eight ranks may each own one."""
+    return GRAIN * -(-K // (CHUNKS * GRAIN))
+
+
+class Product:
+    """a [M, K] times b [K, C] for calls of one shape.
+
+    Args:
+        launcher: what binds the kernels.
+        like: a tensor of the dtype and on the device of all.
+        sizes: M, C and K.
+        a: strides of a, from row to row and from column to column.
+        b: strides of b, from column to column and from row to row.
+        given: whether there are a bias and a residual.
+        any_alignment: operands whose alignment may differ from run to run.
+    """
+
+    def __init__(
+        self, launcher: Launcher, like: Tensor, sizes: Sizes, a: tuple[int, int], b: tuple[int, int],
+        given: tuple[bool, bool], any_alignment: Collection[str],
+    ) -> None:  # fmt: skip
+        (M, C, K), chunk, cores = sizes, chunk_of(sizes.K), machine(like.device).multiprocessors
+        tile = tile_of(like, like, "chunks")
+        tiles = triton.cdiv(M, tile.BM) * triton.cdiv(C, tile.BN)
+        if few := M <= FEW or tiles < cores:
+            tile = tile_of(like, like, "chunks small_m")
+            tiles = triton.cdiv(M, tile.BM) * triton.cdiv(C, tile.BN)
+        parts = triton.cdiv(K, chunk)
+        # Few tiles leave multiprocessors without loads in flight; chunk sums of more rows cost more traffic.
+        split = few and parts > 1 and (tiles < 2 * cores if M <= FEW else 2 * tiles <= cores)
+        self._parts = parts if split else 1
+        self._split, self._size, self._grid = split, parts * M * C, (tiles * self._parts, 1, 1)
+        pdl = split and has_pdl(like)
+        epilogue: dict[str, Any] = dict(zip(("HAS_BIAS", "HAS_RESIDUAL"), given, strict=True))
+        strides = dict(zip(("a_stride", "a_step", "b_stride", "b_step"), (*a, *b), strict=True))
+        shape = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": tile.GROUP}
+        self._multiply = launcher.bind(
+            kernels.chunked_product, num_warps=tile.num_warps, num_stages=tile.num_stages, options=options_of(like),
+            any_alignment=any_alignment, **strides, **shape, **epilogue, M=M, C=C, K=K, chunk=chunk, SPLIT=split,
+            WHOLE=chunk % tile.BK == 0 and K % chunk == 0,
+            OPERAND=OPERAND_TYPES[torch.float32 if INTERPRETED else like.dtype], USE_PDL=pdl,
+        )  # fmt: skip
+        self._add: Launch | None = None
+        if split:
+            self._add = launcher.bind(
+                kernels.add_chunks, options={"launch_pdl": True} if pdl else {}, **epilogue, M=M, C=C,
+                N_PARTS=parts, USE_PDL=pdl, W=COLUMNS,
+            )  # fmt: skip
+            self._add_grid = (M, triton.cdiv(C, COLUMNS), 1)
+
+    def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
+        """Into `out`, [M, C] contiguous."""
+        more = (out if bias is None else bias, out if residual is None else residual)
+        if self._add is None:
+            self._multiply(self._grid, a, b, *more, out)
+            return
+        parts = torch.empty(self._size, dtype=torch.float32, device=out.device)
+        self._multiply(self._grid, a, b, *more, parts)
+        self._add(self._add_grid, parts, *more, out)
