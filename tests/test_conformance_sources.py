@@ -152,6 +152,14 @@ def test_every_operator_of_plain_torch_has_a_fingerprint_of_its_own() -> None:
     assert found["whiten@1"] == sources_of(plain_torch, "whiten@1", "cuda:1")
 
 
+def test_an_operator_more_in_the_catalog_leaves_the_fingerprints_of_others() -> None:
+    places = {place for _, place in sources.reached(["rlkernel_torch.rms_norm:rms_norm"])}
+    assert {p for p in places if p.startswith("rlkernel_core.spec:")} == {
+        "rlkernel_core.spec:_Catalog",
+        "rlkernel_core.spec:OPERATORS",
+    }
+
+
 def test_an_implementation_for_another_device_does_not_count() -> None:
     def of(*devices):
         impls = [Impl(op="whiten@1", target=f"acme.{d}:whiten", requires=Requires(device=d)) for d in devices]

@@ -31,6 +31,7 @@ _INCLUDE: Final = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _NATIVE: Final = (".cu", ".cuh", ".h", ".hip", ".hpp", ".cpp")
 # A string or character literal, which is kept, or a comment.
 _COMMENT: Final = re.compile(r'("(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])\')|//[^\n]*|/\*.*?\*/', re.DOTALL)
+_CATALOG: Final = ("rlkernel_core.spec", "_WHERE")  # which operators there are changes no other operator
 _UNSAID: Final = ("ctx", "kind", "type_comment")  # fields of a node that change no meaning
 
 Place = tuple[str, str]  # a module and a name in it; no name for all of the module
@@ -53,7 +54,7 @@ def reached(targets: Iterable[str], elsewhere: frozenset[str] = frozenset()) -> 
     first = [match.groups() for target in targets if (match := _TARGET.fullmatch(target))]
     modules = _Counted(module.partition(".")[0] for module, _ in first)
     due: list[Place] = [(module, name) for module, name in first]
-    seen, met = set(due), set[int]()
+    seen, met = {*due, _CATALOG}, set[int]()
     files: dict[Path, None] = {}
     while due:
         at, name = due.pop()
