@@ -243,9 +243,16 @@ def no_rows_give_empty_results(subject: Subject, case: Product) -> None:
                 same_bits(f"gradient of {name}", grad, torch.zeros_like(given[name]), "without rows")
 
 
-@attack("LN-13", lambda s: cases(s).map(lambda c: replace(c, N=min(c.N, 33))))
+@attack(
+    "LN-13",
+    lambda s: cases(s).map(lambda c: replace(c, N=min(c.N, 33))),
+    # sizes beyond vectors, at which a BLAS sums by the place of a row
+    examples=(Product(3, 513, 17, 0, "float64"), Product(3, 300, 11, 0, "float32"), Product(3, 11, 300, 0, "float32")),
+)
 def a_row_is_the_same_in_any_batch(subject: Subject, case: Product) -> None:
     """Alone, reversed, and at both sides of every border of a tile: the bits of a row and of its gradient stay."""
+    if case.dtype not in subject.dtypes:
+        return
     given = replace(case, M=3).arguments(subject)
     up = draw.normal((3, case.N), case.seed + 9, subject.device).to(given["x"].dtype)
 

@@ -55,6 +55,7 @@ TILES: Final[tuple[tuple[str, tuple[str, ...], Tile], ...]] = (
     ("sm8*", ("chunks small_m",), Tile(32, 128, 32, 4, 3)),
     ("gfx950", ("chunks small_m",), Tile(32, 128, 64, 4, 2)),
     ("gfx9*", ("chunks small_m",), Tile(16, 128, 64, 4, 2)),
+    ("gfx1*", ("chunks small_m",), Tile(16, 128, 32, 4, 2)),
     ("sm90", ("tma product",), Tile(128, 256, 64, 8, 4)),
     ("sm90", ("small_m", "tma small_m"), Tile(64, 128, 64, 4, 4)),
     ("sm90", ("*",), Tile(128, 128, 64, 8, 3)),
