@@ -308,14 +308,16 @@ class _Square(nn.Module):
         return {"y": y, "kept": x.detach() * 2, "row": (x * self.weight).sum(-1), "rank": x.dim()}
 
 
-@attack("GC-22", some_rows("x"), scale=0.5)
+@attack("GC-22", some_rows("clone", "view"), examples=(Rows(3, 0, "clone"), Rows(3, 0, "view")), scale=0.5)
 def gradients_are_those_of_fn(subject: Subject, case: Rows) -> None:
-    """To inputs and weights, through padding; and a backward that comes too late."""
+    """To inputs and weights, through padding; and a backward that comes too late; of results of their own and views."""
+    if f"outputs:{case.word}" not in subject.claims:
+        return
     model, shape = _Square(subject.device), {}
     if "buckets" in subject.claims:
         shape = {"buckets": (Bucket({"x": 0}, SIZES),), "pad": {"x": 3.0}}
     example = case.x(subject).requires_grad_()
-    g = subject(model, (example,), autograd=True, warmup=1, **shape)
+    g = subject(model, (example,), autograd=True, outputs=case.word, warmup=1, **shape)
     for salt in (0, 1):
         x = case.x(subject, salt).requires_grad_()
         upstream = {"y": case.x(subject, salt + 5), "row": case.x(subject, salt + 6)[:, 0]}

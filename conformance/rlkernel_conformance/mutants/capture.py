@@ -281,6 +281,11 @@ BUGS: Final = {
     "a_late_backward_is_answered": Bug(
         "GC-22", "a late backward is answered with the gradients of another call", made_of(graph=graphed.AnswersLate)
     ),
+    "a_late_backward_of_a_view_is_answered": Bug(
+        "GC-22",
+        "views of all calls are one tensor, whose history is that of the latest",
+        made_of(graph=graphed.AnswersLate, wanted=lambda c: c.outputs == "view"),
+    ),
     "detached_silently": Bug(
         "GC-23",
         "no autograd, silently detached (RL-Kernel)",
