@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.clauses import capture_arguments, capture_collectives, capture_side_effects, capture_weights
+from rlkernel_conformance.clauses import (
+    capture_arguments,
+    capture_bounds,
+    capture_collectives,
+    capture_side_effects,
+    capture_weights,
+)
 from rlkernel_conformance.clauses.capture_side_effects import refused
 from rlkernel_conformance.clauses.capture_state_machine import (
     EVENTS,
@@ -28,14 +34,13 @@ from rlkernel_conformance.clauses.capture_state_machine import (
     programs,
 )
 from rlkernel_conformance.compare import Violation, require
-from rlkernel_conformance.memory import growth
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import CaptureError
 from rlkernel_core.spec.graphed import Bucket, CaptureGroup
 from rlkernel_torch.direct import capture as reference
 
 # Their attacks belong to this operator.
-__all__ = ["capture_arguments", "capture_collectives", "capture_side_effects", "capture_weights"]
+__all__ = ["capture_arguments", "capture_bounds", "capture_collectives", "capture_side_effects", "capture_weights"]
 
 OFTEN: Final = (calls(),) * 4  # among many kinds of events
 
@@ -205,41 +210,6 @@ def a_clone_never_changes(subject: Subject, case: Rows) -> None:
     require(equal(g(case.x(subject)), fn(case.x(subject))), "writing to a result reached the graph")
 
 
-@attack(
-    "GC-13",
-    lambda s: programs(s, calls(), longest=14, graphs=(1, 2, 3)),
-    examples=(
-        Program(tuple(("call", n, t, 1, "plain") for t in (1.0, 0.5) for n in (8, 4, 2, 8)), max_graphs=2),
-        Program((("call", 4, 1.0, 1, "plain"), ("replay", 1000))),
-    ),
-    scale=0.5,
-)
-def graphs_are_bounded(subject: Subject, case: Program) -> None:
-    """Few graphs and many keys: never too many, survivors right; and a thousand replays that grow nothing."""
-    machine = Machine(subject, case)
-    for word, *given in case.steps:
-        if word == "replay":
-            _grows_nothing(subject, machine, *given)
-            continue
-        getattr(machine, word)(*given)
-        held = machine.captured.stats.graphs
-        require(held <= case.max_graphs, f"{held} graphs, max_graphs is {case.max_graphs}")
-        require("result" not in machine.wrong, f"after an eviction: {machine.wrong.get('result')}")
-
-
-def _grows_nothing(subject: Subject, machine: Machine, times: int) -> None:
-    x, temperature, scale = machine.example
-    machine.captured(x, temperature, scale)
-    before = machine.captured.stats
-    measured = times // 20  # a growth at every replay shows in any of them
-    for _ in range(times - measured):
-        machine.captured(x, temperature, scale)
-    grown = growth(subject, lambda: machine.captured(x, temperature, scale), times=measured)
-    after = machine.captured.stats
-    require(grown <= 0, f"{measured} replays leave {grown} bytes behind")
-    require((after.graphs, after.pool_bytes) == (before.graphs, before.pool_bytes), f"{before} became {after}")
-
-
 COUNTED: Final = ("state", "graphs", "captures", "replays", "eager_calls", "recaptures", "evictions")
 
 
@@ -338,14 +308,16 @@ class _Square(nn.Module):
         return {"y": y, "kept": x.detach() * 2, "row": (x * self.weight).sum(-1), "rank": x.dim()}
 
 
-@attack("GC-22", some_rows("x"), scale=0.5)
+@attack("GC-22", some_rows("clone", "view"), examples=(Rows(3, 0, "clone"), Rows(3, 0, "view")), scale=0.5)
 def gradients_are_those_of_fn(subject: Subject, case: Rows) -> None:
-    """To inputs and weights, through padding; and a backward that comes too late."""
+    """To inputs and weights, through padding; and a backward that comes too late; of results of their own and views."""
+    if f"outputs:{case.word}" not in subject.claims:
+        return
     model, shape = _Square(subject.device), {}
     if "buckets" in subject.claims:
         shape = {"buckets": (Bucket({"x": 0}, SIZES),), "pad": {"x": 3.0}}
     example = case.x(subject).requires_grad_()
-    g = subject(model, (example,), autograd=True, warmup=1, **shape)
+    g = subject(model, (example,), autograd=True, outputs=case.word, warmup=1, **shape)
     for salt in (0, 1):
         x = case.x(subject, salt).requires_grad_()
         upstream = {"y": case.x(subject, salt + 5), "row": case.x(subject, salt + 6)[:, 0]}

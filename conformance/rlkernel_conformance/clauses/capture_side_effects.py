@@ -277,27 +277,42 @@ def illegal_work_fails_the_capture(subject: Subject, case: Case) -> None:
     require(equal(subject(lawful, (x,), warmup=case.warmup)(x), lawful(x)), "lawful work gives another answer")
 
 
-@attack("GC-20", cases_of("first", "always", "canary"), examples=each("first", "always", "canary"), scale=0.5)
+WRONG: Final = tuple(f"{when}, {what}" for when in ("first", "always", "canary") for what in ("result", "mutated"))
+
+
+@attack("GC-20", cases_of(*WRONG), examples=each(*WRONG), scale=0.5)
 def a_wrong_replay_is_caught(subject: Subject, case: Case) -> None:
-    """A function that is another at every run: from its first replay on, from a later one, or from an update on."""
-    runs, wrong = [0], [case.word == "first"]
+    """A function that returns or writes something else at every run: from its first replay, a later or an update on."""
+    when, _, what = case.word.partition(", ")
+    if what == "mutated" and "mutates" not in subject.claims:
+        return
+    runs, wrong = [0], [when == "first"]
+    written = torch.zeros((), device=subject.device)
 
     def fn(x: Tensor) -> Tensor:
         runs[0] += 1
-        return x + (runs[0] if wrong[0] else 0)
+        other = runs[0] if wrong[0] else 0
+        if what == "mutated":
+            written.add_(1 + other)
+            return x * 1
+        return x + other
 
     def update() -> None:
         with g.weight_update(canary=(x,)):
             wrong[0] = True
 
     x = case.x(subject)
-    verify = "never" if case.word == "canary" else case.word
-    g = subject(fn, (x,), verify=verify, on_capture_error="raise", warmup=case.warmup)
-    if case.word == "always":
+    verify = "never" if when == "canary" else when
+    mutates = optional(subject, mutates=(written,))
+    g = subject(fn, (x,), verify=verify, on_capture_error="raise", warmup=case.warmup, **mutates)
+    if when == "always":
         require(equal(g(x), x) and equal(g(x), x), "a verified replay gives another answer")
         require(g.stats.verified == 2, f"two verified replays are counted as {g.stats.verified}")
+        require(what == "result" or float(written) == 2, f"two verified replays write {float(written)} times")
         wrong[0] = True
-    refused("a replay that differs from a plain run", update if case.word == "canary" else lambda: g(x))
+    before = float(written)
+    refused("a replay that differs from a plain run", update if when == "canary" else lambda: g(x))
+    require(float(written) == before, f"a replay that is refused leaves {float(written)}, was {before}")
     count = g.stats
     require(count.graphs == 0 and bool(count.last_error), f"the graph that failed is still there: {count}")
 

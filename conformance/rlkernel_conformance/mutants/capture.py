@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rlkernel_common.graphs.engine import Graphed
 from rlkernel_common.graphs.key import Key, Reader, ValueKey
-from rlkernel_conformance.mutants import graphed, plant
+from rlkernel_conformance.mutants import graphed, graphed_inputs, plant
 from rlkernel_conformance.mutants.bug import Bug, How
 from rlkernel_core.spec.capture import CaptureCall
 from rlkernel_core.spec.graphed import CaptureStats
@@ -128,20 +128,20 @@ BUGS: Final = {
     "padding_is_what_was_left": Bug(
         "GC-01",
         "padding written once: a smaller call sees what a larger one left",
-        made_of(inputs=graphed.LeavesPadding),
+        made_of(inputs=graphed_inputs.LeavesPadding),
     ),
     "inputs_are_those_of_the_capture": Bug(
         "GC-02",
         "a graph keeps the inputs it was captured with (FlashInfer, mini-sglang)",
-        made_of(inputs=graphed.KeepsTheFirst),
+        made_of(inputs=graphed_inputs.KeepsTheFirst),
     ),
     "known_addresses_are_not_copied": Bug(
         "GC-02",
         "copies saved by address: new values in old storage are not seen",
         made_of(
-            graphed.HoldsTheCallers,
+            graphed_inputs.HoldsTheCallers,
             wanted=lambda c: isinstance(c.example, tuple) and len(c.example) == 3,
-            inputs=graphed.KnowsAddresses,
+            inputs=graphed_inputs.KnowsAddresses,
         ),
     ),
     "strides_are_not_looked_at": Bug("GC-02", "rows copied as if they were dense", made_of(graphed.ReadsDense)),
@@ -166,6 +166,11 @@ BUGS: Final = {
         "GC-07", "weights are copied when captured, as inputs are", plant.given(fn=frozen_weights)
     ),
     "moves_go_unseen": Bug("GC-08", "static tensors are never looked at again", made_of(graphed.NeverLooks)),
+    "moves_of_bare_tensors_go_unseen": Bug(
+        "GC-08",
+        "weights of modules are watched, tensors passed themselves are not",
+        made_of(graphed.LooksIntoModulesOnly),
+    ),
     "the_guard_falls_asleep": Bug("GC-08", "guard='call' looks at the first call only", plant.given(guard="sync")),
     "every_failed_guard_recaptures": Bug(
         "GC-08",
@@ -196,6 +201,11 @@ BUGS: Final = {
         made_of(graphed.EvictsBadly),
     ),
     "a_replay_keeps_its_outputs": Bug("GC-13", "every replay keeps its outputs", made_of(graphed.KeepsOutputs)),
+    "a_buffer_keeps_its_history": Bug(
+        "GC-13",
+        "inputs copied with gradients on: every call stays reachable from a static buffer",
+        made_of(inputs=graphed_inputs.KeepsHistory),
+    ),
     # what is left behind, counted and refused
     "a_failure_leaves_the_generator": Bug(
         "GC-14",
@@ -252,19 +262,29 @@ BUGS: Final = {
         lambda right, call: capture(call, recorder=graphed.RecordsAnything) if alone(call) else right(call),
     ),
     "nothing_is_verified": Bug("GC-20", "verify accepted and ignored", plant.given(verify="never")),
+    "writes_are_not_verified": Bug(
+        "GC-20",
+        "mutated tensors compared with themselves: a replay that fills a cache wrongly passes",
+        made_of(state=graphed.ComparesWithItself),
+    ),
     "the_canary_is_not_called": Bug("GC-20", "weight_update ignores its canary", made_of(graphed.NoCanary)),
     "verified_once": Bug("GC-20", "verify='always' looks once", plant.maps(verify={"always": "first"})),
     "threads_are_not_kept_apart": Bug(
         "GC-21", "static buffers that two threads fill at once", made_of(graphed.NotKeptApart)
     ),
     "the_size_is_the_padded_one": Bug(
-        "GC-97", "Bucket.valid tells the padded size", made_of(inputs=graphed.PaddedSizes)
+        "GC-97", "Bucket.valid tells the padded size", made_of(inputs=graphed_inputs.PaddedSizes)
     ),
     "weights_get_no_gradient": Bug(
         "GC-22", "weights are constants of a captured backward", plant.given(fn=weights_without_gradient)
     ),
     "a_late_backward_is_answered": Bug(
         "GC-22", "a late backward is answered with the gradients of another call", made_of(graph=graphed.AnswersLate)
+    ),
+    "a_late_backward_of_a_view_is_answered": Bug(
+        "GC-22",
+        "views of all calls are one tensor, whose history is that of the latest",
+        made_of(graph=graphed.AnswersLate, wanted=lambda c: c.outputs == "view"),
     ),
     "detached_silently": Bug(
         "GC-23",

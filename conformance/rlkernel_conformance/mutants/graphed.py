@@ -9,13 +9,12 @@ import copy
 import warnings
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlkernel_common.graphs.autograd import check_graph, run
-from rlkernel_common.graphs.buffers import StaticInputs
 from rlkernel_common.graphs.eager import EagerRecorder, EagerRecording
 from rlkernel_common.graphs.engine import Graphed
 from rlkernel_common.graphs.graph import Graph
@@ -23,67 +22,6 @@ from rlkernel_common.graphs.state import DeviceState
 from rlkernel_common.graphs.table import GraphTable
 from rlkernel_core.spec.graphed import CaptureStats
 from rlkernel_core.tree import flatten
-
-_HELD: Final[dict[int, Tensor]] = {}
-
-
-class LeavesPadding(StaticInputs):
-    def filling(self, reading: Any) -> Any:
-        def fill(leaves: Any) -> None:
-            for i, buffer in zip(self.copied, self.tensors, strict=True):
-                self.cut_input(i, buffer, reading).copy_(leaves[i])
-
-        return fill
-
-
-class KeepsTheFirst(StaticInputs):
-    """The buffers are filled once, when the graph is captured."""
-
-    def fill(self, reading: Any) -> None:
-        super().filling(reading)(reading.leaves)
-
-    def filling(self, reading: Any) -> Any:
-        return lambda leaves: None
-
-
-class PaddedSizes(StaticInputs):
-    """The function gets the padded size in place of the true one."""
-
-    def filling(self, reading: Any) -> Any:
-        true = super().filling(reading)
-        padded = [size for bucket, (_, size) in zip(self._buckets, reading.sizes, strict=True) if bucket.valid]
-
-        def fill(leaves: Any) -> None:
-            true(leaves)
-            for x, size in zip(self._valid, padded, strict=True):
-                x.fill_(size)
-
-        return fill
-
-
-class KnowsAddresses(StaticInputs):
-    """A first tensor at the address of the call before is not copied."""
-
-    last: Any = None
-
-    def filling(self, reading: Any) -> Any:
-        true = super().filling(reading)
-
-        def fill(leaves: Any) -> None:
-            x, kept = leaves[0], self.tensors[0].clone() if self.tensors else None
-            at = (x.data_ptr(), x.shape, x.stride()) if isinstance(x, Tensor) else None
-            true(leaves)
-            if kept is not None and at is not None and at == self.last and x.data_ptr() in _HELD:
-                self.tensors[0].copy_(kept)
-            self.last = at
-
-        return fill
-
-
-class HoldsTheCallers(Graphed):
-    def __call__(self, x: Any, *more: Any, **kwargs: Any) -> Any:
-        _HELD[x.data_ptr()] = x  # it stays alive, so that an address that comes again is the same tensor
-        return super().__call__(x, *more, **kwargs)
 
 
 class ReadsDense(Graphed):
@@ -145,6 +83,21 @@ class GeneratorStays(Graphed):
 class NeverLooks(Graphed):
     def _look(self) -> tuple[str, ...]:
         return ()
+
+
+class LooksIntoModulesOnly(Graphed):
+    """Tensors that are declared static themselves are never looked at again."""
+
+    def _look(self) -> tuple[str, ...]:
+        static = self._options.static
+        return () if static and all(isinstance(x, Tensor) for x in static) else super()._look()
+
+
+class ComparesWithItself(DeviceState):
+    """What a plain run writes is not copied, so that a replay is compared with what it wrote itself."""
+
+    def mutated(self) -> list[Tensor]:
+        return list(self._mutated)
 
 
 class HandsOutInputs(Graph):
