@@ -256,6 +256,17 @@ def rollout_buffer() -> Changes:
     }
 
 
+def rope() -> Changes:
+    norm = {"q_weight": draw(D, seed=8), "eps": 1e-6}
+    return {
+        "q_weight": Change(draw(D, seed=9), norm),
+        "k_weight": Change(draw(D, seed=9), norm),
+        "eps": Change(0.5, norm),
+        "interleaved": Change(True),
+        "offset": Change(1.0, norm),
+    }
+
+
 CHANGES: Mapping[str, Callable[[], Changes]] = {
     "logprob": logprob,
     "linear_logprob": linear_logprob,
@@ -275,6 +286,7 @@ CHANGES: Mapping[str, Callable[[], Changes]] = {
     "shape_rewards": rewards.shape_rewards,
     "linear": lambda: {"bias": Change(draw(V, seed=4)), "residual": Change(draw(N, V, seed=5))},
     "rms_norm": lambda: {"residual": Change(draw(N, D, seed=5)), "offset": Change(1.0)},
+    "rope": rope,
     "glu": lambda: {"activation": Change("gelu")},
     "capture": capture,
     "rollout_buffer": rollout_buffer,

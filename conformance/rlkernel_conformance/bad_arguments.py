@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlkernel_conformance.bad_layer_arguments import OF_LAYERS
 from rlkernel_conformance.example_calls import B, D, N, T, V, draw, logprobs, tokens
 from rlkernel_core.quant import QuantTensor, quantize
 from rlkernel_core.spec import OPERATORS
@@ -110,6 +111,8 @@ FINE: dict[str, tuple[str, ...]] = {
     "kl_coef": NEGATIVE,
     "entropy_coef": NEGATIVE,
     "rms_norm.offset": NEGATIVE,
+    "rope.table": ("a row less", "a row more"),
+    "rope.offset": NEGATIVE,
     "glu.x": ("one more dimension", "a dimension less", "a row less", "a row more", "meta"),
     "step_weight": NEGATIVE,
     # out of their range they are off, or greedy
@@ -340,36 +343,6 @@ REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
         ("counts", {"counts": OTHER}),
         ("mask and lengths", {"mask": MASK, "lengths": LENGTHS}),
     ],
-    "glu": lambda: [
-        ("x", {"x": torch.tensor(1.0)}),
-        ("x", {"x": torch.zeros(N, 7)}),
-        ("x", {"x": torch.zeros(N, 0)}),
-        ("activation", {"activation": "relu"}),
-        ("activation", {"activation": "swiglu"}),
-    ],
-    "linear": lambda: [
-        ("x", {"x": torch.tensor(1.0)}),
-        ("x", {"x": torch.zeros(N, 0), "weight": torch.zeros(V, 0)}),
-        ("weight", {"weight": torch.zeros(0, D)}),
-        ("weight", {"weight": torch.zeros(V, D + 1)}),
-        ("weight", {"weight": torch.zeros(D)}),
-        ("weight", {"weight": draw(V, D).bfloat16()}),
-        ("bias", {"bias": torch.zeros(V + 1)}),
-        ("bias", {"bias": torch.zeros(V).bfloat16()}),
-        ("residual", {"residual": torch.zeros(N + 1, V)}),
-        ("residual", {"residual": torch.zeros(N, D)}),
-        ("residual", {"residual": torch.zeros(N, V).bfloat16()}),
-    ],
-    "rms_norm": lambda: [
-        ("x", {"x": torch.tensor(1.0)}),
-        ("x", {"x": torch.zeros(N, 0), "weight": torch.zeros(0)}),
-        ("weight", {"weight": torch.zeros(D + 1)}),
-        ("weight", {"weight": draw(D).bfloat16()}),
-        ("weight", {"weight": torch.zeros(1, D)}),
-        ("eps", {"eps": -1e-6}),
-        ("residual", {"residual": torch.zeros(N + 1, D)}),
-        ("residual", {"residual": torch.zeros(N, D, dtype=torch.bfloat16)}),
-    ],
     "group_filter": lambda: [
         ("group", {"group": 0}),
         ("group", {"group": torch.arange(B + 1)}),
@@ -393,4 +366,5 @@ REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
         ("output", {"output": "token"}),
         ("running", {"running": RunningMoments(*torch.zeros(3))}),
     ],
+    **OF_LAYERS,
 }

@@ -199,6 +199,11 @@ def _qmatmul(e: Example) -> Arguments:
     return {"x": x, "w": w if subject.admits(x, w) else arranged(w)}
 
 
+def _rope(e: Example) -> Arguments:
+    table = draw(V, D - 8, seed=e.seed + 303).to(e.device, torch.float32)
+    return {"q": e.normal(e.N, 3, D), "k": e.normal(e.N, 1, D, salt=1), "positions": e.ids(e.N), "table": table}
+
+
 def _rollout_buffer(e: Example) -> Arguments:
     if e.subject is None:
         return {"max_tokens": 64, "max_seqs": 8, "page_tokens": 4}
@@ -229,6 +234,7 @@ EXAMPLES: Final[Mapping[str, Callable[[Example], Arguments]]] = {
     "rollout_buffer": _rollout_buffer,
     "linear": lambda e: {"x": e.normal(e.N, D), "weight": e.normal(V, D, salt=1)},
     "rms_norm": lambda e: {"x": e.normal(e.N, D), "weight": e.normal(D, salt=1), "eps": 1e-6},
+    "rope": _rope,
     "glu": lambda e: {"x": e.normal(e.N, 2 * D), "activation": e.kind(ACTIVATIONS, lambda _: "", "activation")},
 }
 

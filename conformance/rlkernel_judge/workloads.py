@@ -60,11 +60,13 @@ _SIZES: Final[Mapping[str, tuple[dict[str, int], str, int, dict[str, int]]]] = {
     "shape_rewards": ({"B": 8192}, "float32", 8, {"B": 1 << 22}),
     "linear": ({"M": 8, "K": 512, "N": 256}, "bfloat16", 4, {"M": 1024, "K": 4096, "N": 6144}),
     "rms_norm": ({"N": 64, "D": 1024}, "bfloat16", 8, {"N": 8192, "D": 4096}),
+    "rope": ({"N": 64, "D": 128}, "bfloat16", 8, {"N": 8192, "D": 128}),
     "glu": ({"N": 64, "D": 1024}, "bfloat16", 8, {"N": 8192, "D": 14336}),
 }  # fmt: skip
 ON_CPU: Final = {op: Workload(op, "float32", 8, tuple(cpu.items())) for op, (cpu, *_) in _SIZES.items()}
 ON_GPU: Final = {op: Workload(op, dtype, sets, tuple(gpu.items())) for op, (_, dtype, sets, gpu) in _SIZES.items()}
 GROUP: Final = 8  # members of a group
+POSITIONS: Final = 4096  # of a table of angles
 MAY_ALIAS: Final = frozenset({"quantize", "prepack"})  # operators whose result may be memory of an argument
 
 
@@ -197,5 +199,14 @@ _DRAWN: Final[Mapping[str, Callable[[Mapping[str, int], _Draw], dict[str, Any]]]
     "shape_rewards": lambda n, d: {"rewards": d.normal(n["B"])},
     "linear": lambda n, d: {"x": d.normal(n["M"], n["K"]), "weight": d.normal(n["N"], n["K"])},
     "rms_norm": lambda n, d: {"x": d.normal(n["N"], n["D"]), "weight": d.normal(n["D"]), "eps": 1e-6},
+    "rope": lambda n, d: {
+        "q": d.normal(n["N"], 32, n["D"]),
+        "k": d.normal(n["N"], 8, n["D"]),
+        "positions": d.below(POSITIONS, n["N"]),
+        "table": d.normal(POSITIONS, n["D"], dtype=torch.float32),
+        "q_weight": d.normal(n["D"]),
+        "k_weight": d.normal(n["D"]),
+        "eps": 1e-6,
+    },
     "glu": lambda n, d: {"x": d.normal(n["N"], 2 * n["D"]), "activation": "silu"},
 }

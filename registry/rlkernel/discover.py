@@ -73,7 +73,7 @@ _PORTABLE: Final = frozenset(
     {
         "advantage", "affine_suffix_scan", "capture", "dequantize", "glu", "linear", "linear_logprob",
         "linear_policy_loss", "lm_head_sample", "logprob", "policy_loss", "prepack", "qmatmul", "quantize", "rms_norm",
-        "sample", "verify", "whiten",
+        "rope", "sample", "verify", "whiten",
     }
 )  # fmt: skip
 _CDNA: Final = ("gfx90a", "gfx942", "gfx950")

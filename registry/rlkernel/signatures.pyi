@@ -24,6 +24,7 @@ from rlkernel_core.spec.policy_loss import LossResult
 from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_core.spec.rms_norm import RmsNormResult
 from rlkernel_core.spec.rollouts import Field, RolloutBuffer
+from rlkernel_core.spec.rope import RopeResult
 from rlkernel_core.spec.sampling import LogitBias, Penalties, SampleResult, TokenLists
 from rlkernel_core.spec.shape_rewards import RunningMoments, ShapedRewards
 from rlkernel_core.spec.verify import VerifyResult
@@ -464,6 +465,26 @@ class _RolloutBuffer(_RolloutBufferFunction[RolloutBuffer], Operator, Protocol):
     bind: _RolloutBufferFunction[_RolloutBufferFunction[RolloutBuffer]]
 
 rollout_buffer: _RolloutBuffer
+
+class _RopeFunction(Protocol[_R_co]):
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        positions: Tensor,
+        table: Tensor,
+        *,
+        q_weight: Tensor | None = None,
+        k_weight: Tensor | None = None,
+        eps: float | None = None,
+        interleaved: bool = False,
+        offset: float = 0.0,
+    ) -> _R_co: ...
+
+class _Rope(_RopeFunction[RopeResult], Operator, Protocol):
+    bind: _RopeFunction[_RopeFunction[RopeResult]]
+
+rope: _Rope
 
 class _SampleFunction(Protocol[_R_co]):
     def __call__(

@@ -38,6 +38,19 @@ def lane_sum(x: Tensor) -> Tensor:  # [..., W] -> [...]
     return _neighbors(total)
 
 
+def lane_mean(x: Tensor) -> Tensor:  # [..., W] -> [...]
+    """Mean over the last dimension; over a tensor, since a GPU would multiply with the reciprocal of a number."""
+    total = lane_sum(x)
+    return total / torch.full_like(total, x.shape[-1])
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:  # [..., W] -> [...]
+    """1 / sqrt(mean(x^2) + eps) over the last dimension, with the root and the division of IEEE 754."""
+    # Torch's own fp32 root is off by a step now and then; one of float64 rounds to the IEEE root, whatever its error.
+    root = torch.sqrt((lane_mean(x * x) + eps).double()).to(x.dtype)
+    return torch.ones_like(root) / root
+
+
 def row_sum(x: Tensor) -> Tensor:  # [N, W] -> [W]
     """Sum over the rows by a tree."""
     x = x.t()

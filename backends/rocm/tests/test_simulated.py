@@ -58,6 +58,23 @@ def test_rms_norm_has_the_bits_of_plain_torch(arch) -> None:
     assert [torch.equal(a, b) for a, b in zip(found, want, strict=True)] == [True] * 5
 
 
+def rotated():
+    """Results and gradients of heads that are normalized and rotated in part."""
+    q, g_q, k, g_k = (drawn(3, heads, 40, seed=heads) for heads in (2, 3, 1, 4))
+    q, k, weight = (x.requires_grad_() for x in (q, k, drawn(40, seed=7)))
+    table, positions = drawn(9, 32, seed=8), torch.tensor([0, 8, 3])
+    out = rlk.rope(q, k, positions, table, q_weight=weight, eps=1e-5, offset=0.3)
+    return out.q, out.k, *torch.autograd.grad([out.q, out.k], [q, k, weight], [g_q[:, :2], g_k[:, :1]])
+
+
+def test_rope_has_the_bits_of_plain_torch(arch) -> None:
+    """No machine code fuses a product of a rotation with its sum."""
+    found = rotated()
+    with rlk.use("torch"):
+        want = rotated()
+    assert [torch.equal(a, b) for a, b in zip(found, want, strict=True)] == [True] * 5
+
+
 def test_whiten(arch) -> None:
     x, mask = drawn(4, 70, scale=5) + 3, torch.rand(4, 70, generator=torch.Generator().manual_seed(1)) < 0.7
     want = direct.whiten(x.double(), mask=mask)

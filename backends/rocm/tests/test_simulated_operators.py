@@ -80,6 +80,15 @@ CASES = {
         ("bf16", lambda: (drawn(70, 300, dtype=BF16), drawn(20, 300, seed=1, dtype=BF16)), {}, 1e-2, 1e-2),
     ],
     "rms_norm": [("fp32", lambda: (drawn(3, 90), drawn(90, seed=1)), {"eps": 1e-5}, 1e-5, 2e-5)],
+    "rope": [
+        (
+            "norm",
+            lambda: (drawn(3, 2, 40), drawn(3, 1, 40, seed=1), torch.tensor([0, 8, 3]), drawn(9, 32, seed=2)),
+            {"q_weight": drawn(40, seed=3), "k_weight": drawn(40, seed=4), "eps": 1e-5, "interleaved": True},
+            1e-5,
+            2e-5,
+        )
+    ],
     "glu": [("fp32", lambda: (drawn(3, 90, scale=3),), {"activation": "gelu"}, 1e-5, 2e-5)],
     "whiten": [("mask", lambda: (drawn(4, 40, scale=5) + 3,), {"mask": MASK}, 1e-5, 2e-5)],
     "sample": [

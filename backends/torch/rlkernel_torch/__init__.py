@@ -42,6 +42,7 @@ TARGETS: dict[str, tuple[str, Requires, frozenset[str]]] = {
     "shape_rewards": ("rlkernel_torch.advantage.shaping:shape_rewards", _ANY, frozenset()),
     "linear": ("rlkernel_torch.linear:linear", _FLOATS, frozenset()),
     "rms_norm": ("rlkernel_torch.rms_norm:rms_norm", _FLOATS, frozenset()),
+    "rope": ("rlkernel_torch.rope:rope", _FLOATS, frozenset()),
     "glu": ("rlkernel_torch.glu:glu", _FLOATS, frozenset()),
 }
 
@@ -55,11 +56,16 @@ PAIRS: dict[str, str] = {
     "qmatmul": "rlkernel_torch.qmatmul:QmatmulPair",
     "linear": "rlkernel_torch.linear:LinearPair",
     "rms_norm": "rlkernel_torch.rms_norm:RmsNormPair",
+    "rope": "rlkernel_torch.rope:RopePair",
     "glu": "rlkernel_torch.glu:GluPair",
 }
 
 # operator -> the order in which it adds: rlkernel_common.fixed_sums.ORDER, exact_functions.ARITHMETIC
-SUMS: dict[str, str] = {"rms_norm": "lanes1024/tree64/f32", "glu": "exp7/f32"}
+SUMS: dict[str, str] = {
+    "rms_norm": "lanes1024/tree64/f32",
+    "rope": "lanes1024/tree64/f32",
+    "glu": "exp7/f32",
+}
 
 
 def _impl(op: str) -> Impl:

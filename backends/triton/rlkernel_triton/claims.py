@@ -120,6 +120,12 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         gradient="rlkernel_triton.rms_norm.launch:RmsNormPair",
         sums="lanes1024/tree64/f32",
     ),
+    "rope": Claim(
+        "rlkernel_triton.rope.launch:prepare",
+        prepared=True,
+        gradient="rlkernel_triton.rope.launch:RopePair",
+        sums="lanes1024/tree64/f32",
+    ),
     "glu": Claim(
         "rlkernel_triton.glu.launch:prepare",
         prepared=True,

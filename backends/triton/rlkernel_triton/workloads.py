@@ -414,6 +414,24 @@ _NORM: Final = {
     "fp32, residual": Workload(_norm(260, dtype=FP32, grad=True, residual=_real(260, 4096, grad=True)), ("y",)),
 }
 
+
+def _rotary(
+    *tokens: int, D: int = 128, R: int = 128, dtype: torch.dtype = BF16, norm: bool = False, **more: Any
+) -> Any:
+    q, k = (_real(*tokens, heads, D, dtype=dtype, grad=True) for heads in (32, 8))
+    given = {"q": q, "k": k, "positions": _whole(*tokens), "table": _real(40960, R), **more}
+    weights = {f"{n}_weight": _real(D, dtype=dtype, grad=True) for n in "qk"} if norm else {}
+    return given | weights | ({"eps": 1e-6} if norm else {})
+
+
+_ROPE: Final = {
+    "bf16": Workload(_rotary(8200), ("q", "k")),
+    "bf16, norm": Workload(_rotary(8200, norm=True), ("q", "k")),
+    "bf16, half of a head, interleaved": Workload(_rotary(8200, R=64, interleaved=True), ("q", "k")),
+    "bf16, heads of 256, norm, offset": Workload(_rotary(8200, D=256, R=256, norm=True, offset=1.0), ("q", "k")),
+    "fp32, norm": Workload(_rotary(260, dtype=FP32, norm=True), ("q", "k")),
+}
+
 _GLU: Final = {
     **{
         f"bf16, {name}": Workload({"x": _real(8200, 28672, dtype=BF16, grad=True), "activation": name}, ("",))
@@ -433,6 +451,7 @@ WORKLOADS: Final[Mapping[str, Mapping[str, Workload]]] = {
     "whiten": _WHITEN,
     "linear": _PRODUCT,
     "rms_norm": _NORM,
+    "rope": _ROPE,
     "glu": _GLU,
     "policy_loss": _LOSS,
     "linear_policy_loss": _LINEAR_LOSS,

@@ -34,6 +34,7 @@ CALLS: Final = {
     "whiten": ("float32", ("4x300",)),
     "linear": ("bfloat16", ("1x512x300", "8x512x300", "64x512x300", "8192x512x300")),
     "rms_norm": ("bfloat16", ("1x2000", "8x2000")),
+    "rope": ("bfloat16", ("1x2x128", "8x2x128")),
     "policy_loss": ("float32", ("4x300",)),
 }
 

@@ -15,6 +15,7 @@ import rlkernel as rlk
 from rlkernel_bench.suites.common import Draw
 from rlkernel_bench.suites.host_advantage import ADVANTAGES
 from rlkernel_bench.suites.host_case import Case, Operator, suffix, whitened
+from rlkernel_bench.suites.host_layers import LAYERS
 from rlkernel_bench.work import Inputs, Outputs
 
 
@@ -313,40 +314,7 @@ CASES: Final[tuple[Case, ...]] = (
         lambda g: {"y": whitened(g["x"])},
         "mean, var, subtract, rsqrt, multiply",
     ),
-    Case(
-        "linear",
-        {"M": 8, "K": 256, "N": 256},
-        lambda draw: {"x": draw.normal(8, 256, dtype="bfloat16"), "weight": draw.normal(256, 256, dtype="bfloat16")},
-        lambda op, g: op(g["x"], g["weight"]),
-        lambda r: {"y": r},
-        lambda g: {"y": functional.linear(g["x"], g["weight"])},
-        "linear",
-        wanted=("x", "weight"),
-        dtype="bfloat16",
-    ),
-    Case(
-        "rms_norm",
-        {"N": 8, "D": 256},
-        lambda draw: {"x": draw.normal(8, 256, dtype="bfloat16"), "weight": draw.normal(256, dtype="bfloat16")},
-        lambda op, g: op(g["x"], g["weight"], eps=1e-6),
-        lambda r: {"y": r.y},
-        lambda g: {"y": functional.rms_norm(g["x"], (256,), g["weight"], 1e-6)},
-        "rms_norm",
-        wanted=("x", "weight"),
-        dtype="bfloat16",
-    ),
-    Case(
-        "glu",
-        {"N": 8, "D": 256},
-        lambda draw: {"x": draw.normal(8, 512, dtype="bfloat16")},
-        lambda op, g: op(g["x"], activation="silu"),
-        lambda r: {"y": r},
-        lambda g: {"y": functional.silu(g["x"][:, :256]) * g["x"][:, 256:]},
-        "two slices, silu, multiply",
-        wanted=("x",),
-        dtype="bfloat16",
-        options={"activation": "silu"},
-    ),
+    *LAYERS,
     Case(
         "group_filter",
         {"B": 64, "G": 8},

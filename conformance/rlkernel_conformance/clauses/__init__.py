@@ -33,6 +33,7 @@ MODULES: Final = (
     "rollout_buffer",
     "linear",
     "rms_norm",
+    "rope",
     "glu",
 )
 

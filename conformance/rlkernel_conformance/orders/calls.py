@@ -3,7 +3,7 @@
 The floats of a row are named by their place in it, so that two rows whose numbers are made alike have one hash. Rows
 but the one that is asked about have names of their own, so that a number of one row in the sum of another shows.
 
-Legend: N rows · V vocabulary · D hidden · B sequences · T tokens.
+Legend: N rows · V vocabulary · D hidden · B sequences · T tokens · H heads.
 """
 
 from __future__ import annotations
@@ -74,6 +74,15 @@ def _rms_norm(size: tuple[int, ...], dtype: torch.dtype, g: torch.Generator) -> 
     return {"x": _drawn(g, N, D, dtype=dtype), "weight": _drawn(g, D, dtype=dtype), "eps": 1e-6}
 
 
+def _rope(size: tuple[int, ...], dtype: torch.dtype, g: torch.Generator) -> Arguments:
+    N, H, D = size
+    return {
+        "q": _drawn(g, N, H, D, dtype=dtype), "k": _drawn(g, N, 1, D, dtype=dtype), "table": _drawn(g, 4, D),
+        "positions": torch.full((N,), 2), "q_weight": _drawn(g, D, dtype=dtype), "k_weight": _drawn(g, D, dtype=dtype),
+        "eps": 1e-6,
+    }  # fmt: skip
+
+
 PROBES: Final[Mapping[str, Probe]] = {
     "logprob": Probe(
         "NxV", ("1x2000", "8x2000", "40x2000"), _logprob, {"logits": 1}, ("logprob", "lse", "entropy"),
@@ -89,6 +98,10 @@ PROBES: Final[Mapping[str, Probe]] = {
     ),
     "rms_norm": Probe(
         "NxD", ("1x2000", "8x2000"), _rms_norm, {"x": 1}, ("y",), ("y",), ("x", "weight"),
+    ),
+    "rope": Probe(
+        "NxHxD", ("1x2x128", "8x2x128"), _rope, {"q": 1, "k": 1}, ("q", "k"), ("q", "k"),
+        ("q", "k", "q_weight", "k_weight"),
     ),
     "whiten": Probe("BxT", ("4x300",), _whiten, {}, ("y", "mean", "rstd")),
     "policy_loss": Probe("BxT", ("4x300",), _policy_loss, {}, ("loss",)),

@@ -200,6 +200,18 @@ def _rms_norm(m: _Maker) -> Callable[[], Any]:
     return lambda: rlkernel.rms_norm(x, weight, eps=1e-6).y
 
 
+def _rope(m: _Maker) -> Callable[[], Any]:
+    tokens, D = m.sizes.tokens, 128
+    q, k = m.floats(tokens, 32, D, grad=True), m.floats(tokens, 8, D, grad=True)
+    table, weight = m.floats(m.sizes.length, D, dtype=m.torch.float32), m.floats(D, grad=True)
+
+    def call() -> Any:
+        out = rlkernel.rope(q, k, m.ids(tokens), table, q_weight=weight, k_weight=weight, eps=1e-6)
+        return out.q.sum() + out.k.sum()
+
+    return call
+
+
 def _glu(m: _Maker) -> Callable[[], Any]:
     x = m.floats(m.sizes.tokens, 2 * m.sizes.hidden, grad=True)
     return lambda: rlkernel.glu(x, activation="silu")
@@ -218,6 +230,7 @@ EXAMPLES_OF: Final[Mapping[str, Callable[[_Maker], Callable[[], Any]]]] = {
     "whiten": lambda m: lambda: rlkernel.whiten(m.scores()).y,
     "linear": _linear,
     "rms_norm": _rms_norm,
+    "rope": _rope,
     "glu": _glu,
     "quantize": _quantize,
     "dequantize": _dequantize,

@@ -33,6 +33,7 @@ from rlkernel_core.spec.policy_loss import LossFields, LossResult, LossStats, Po
 from rlkernel_core.spec.qmatmul import PAIRS, QmatmulCall
 from rlkernel_core.spec.quantize import DequantizeCall, PrepackCall, QuantizeCall
 from rlkernel_core.spec.rms_norm import RmsNormCall, RmsNormResult
+from rlkernel_core.spec.rope import RopeCall, RopeResult
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_core.spec.sampling import RequestParams, SampleResult
 from rlkernel_core.spec.shape_rewards import RunningMoments, ShapedRewards, ShapeRewardsCall, sizes
@@ -245,6 +246,10 @@ def _rms_norm(call: RmsNormCall) -> RmsNormResult:
     return RmsNormResult(y, None if call.residual is None else s)
 
 
+def _rope(call: RopeCall) -> RopeResult:
+    return RopeResult(*(x.new_empty(x.shape) for x in (call.q, call.k)))
+
+
 def _glu(call: GluCall) -> Tensor:
     return call.x.new_empty((*call.x.shape[:-1], call.x.shape[-1] // 2))
 
@@ -268,5 +273,6 @@ FAKES: Final[Mapping[str, Callable[[Any], Any]]] = {
     "shape_rewards": _shape_rewards,
     "linear": _linear,
     "rms_norm": _rms_norm,
+    "rope": _rope,
     "glu": _glu,
 }

@@ -95,6 +95,15 @@ CALLS = {
         "plain": lambda d: {"x": draw(d, N, D), "weight": draw(d, D, seed=1), "eps": 1e-6},
         "residual": lambda d: {**CALLS["rms_norm"]["plain"](d), "residual": draw(d, N, D, seed=2), "offset": 1.0},
     },
+    "rope": {
+        "plain": lambda d: {
+            "q": draw(d, N, 2, D), "k": draw(d, N, 1, D, seed=1), "table": draw(d, 9, D, seed=2),
+            "positions": torch.arange(N, device=d),
+        },
+        "norm": lambda d: {
+            **CALLS["rope"]["plain"](d), "q_weight": draw(d, D, seed=3), "k_weight": draw(d, D, seed=4), "eps": 1e-6,
+        },
+    },
 }  # fmt: skip
 EVERY = [(op, name) for op, calls in CALLS.items() for name in calls]
 

@@ -1,0 +1,79 @@
+"""The calls of the suite `host` that a model's layers make.
+
+Legend: M rows of K times N of these, N rows of D, or T tokens of H query heads of D and one of keys.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rlkernel_bench.suites.host_case import Case
+from rlkernel_bench.work import Inputs, Outputs
+
+
+def _rotated(given: Inputs) -> Outputs:
+    cos, sin = given["table"][given["positions"]].to(given["q"].dtype)[:, None].chunk(2, -1)
+
+    def turned(x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    return {"q": turned(given["q"]), "k": turned(given["k"])}
+
+
+LAYERS: Final = (
+    Case(
+        "linear",
+        {"M": 8, "K": 256, "N": 256},
+        lambda draw: {"x": draw.normal(8, 256, dtype="bfloat16"), "weight": draw.normal(256, 256, dtype="bfloat16")},
+        lambda op, g: op(g["x"], g["weight"]),
+        lambda r: {"y": r},
+        lambda g: {"y": functional.linear(g["x"], g["weight"])},
+        "linear",
+        wanted=("x", "weight"),
+        dtype="bfloat16",
+    ),
+    Case(
+        "rms_norm",
+        {"N": 8, "D": 256},
+        lambda draw: {"x": draw.normal(8, 256, dtype="bfloat16"), "weight": draw.normal(256, dtype="bfloat16")},
+        lambda op, g: op(g["x"], g["weight"], eps=1e-6),
+        lambda r: {"y": r.y},
+        lambda g: {"y": functional.rms_norm(g["x"], (256,), g["weight"], 1e-6)},
+        "rms_norm",
+        wanted=("x", "weight"),
+        dtype="bfloat16",
+    ),
+    Case(
+        "rope",
+        {"T": 8, "H": 4, "D": 64},
+        lambda draw: {
+            "q": draw.normal(8, 4, 64, dtype="bfloat16"),
+            "k": draw.normal(8, 1, 64, dtype="bfloat16"),
+            "positions": draw.ids(40, 8),
+            "table": draw.normal(40, 64),
+        },
+        lambda op, g: op(g["q"], g["k"], g["positions"], g["table"]),
+        lambda r: {"q": r.q, "k": r.k},
+        _rotated,
+        "index, slices, multiply, add, concatenate, twice",
+        wanted=("q",),
+        dtype="bfloat16",
+    ),
+    Case(
+        "glu",
+        {"N": 8, "D": 256},
+        lambda draw: {"x": draw.normal(8, 512, dtype="bfloat16")},
+        lambda op, g: op(g["x"], activation="silu"),
+        lambda r: {"y": r},
+        lambda g: {"y": functional.silu(g["x"][:, :256]) * g["x"][:, 256:]},
+        "two slices, silu, multiply",
+        wanted=("x",),
+        dtype="bfloat16",
+        options={"activation": "silu"},
+    ),
+)
