@@ -39,6 +39,7 @@ class Tile(NamedTuple):
 #   "fp32"      fp32 operands, which no matrix unit takes unrounded
 #   "tma product", "tma small_m"  operands that Hopper's copy engine brings
 #   "chunks"    sums of finished chunks          "chunks small_m"   the same for few rows, or few tiles
+#   "tma chunks", "tma chunks small_m"   the same of operands that Hopper's copy engine brings
 # Where the tile of "small_m" is another one than that of "product", both were seen to give a row the same bits. Those
 # of "chunks" and "chunks small_m" use one matrix instruction: the certificates of linear show one order of sums.
 # (architecture, kernels) -> tile; the first that matches.
@@ -48,7 +49,8 @@ TILES: Final[tuple[tuple[str, tuple[str, ...], Tile], ...]] = (
     ("*", ("fp32",), Tile(64, 64, 16, 4, 2)),
     ("sm90", ("stats", "dlogits", "product"), Tile(128, 256, 64, 8, 3)),
     ("sm100", ("stats", "dlogits", "product", "small_m"), Tile(128, 256, 64, 8, 3)),
-    ("sm90", ("chunks",), Tile(128, 128, 64, 8, 4)),
+    ("sm90", ("tma chunks",), Tile(128, 128, 64, 4, 3)),
+    ("sm90", ("chunks", "tma chunks small_m"), Tile(128, 128, 64, 8, 4)),
     ("sm90", ("chunks small_m",), Tile(64, 128, 64, 4, 3)),
     ("sm80", ("chunks small_m",), Tile(32, 128, 64, 4, 3)),
     ("sm87", ("chunks small_m",), Tile(32, 128, 64, 4, 3)),

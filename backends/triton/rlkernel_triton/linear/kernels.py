@@ -96,6 +96,45 @@ def chunked_product(
 
 
 @triton.jit(do_not_specialize=["M"])
+def chunked_product_tma(
+    a,  # descriptor of a [M, K], blocks [BM, BK]
+    b,  # descriptor of b^T [C, K], blocks [BN, BK]
+    bias,  # [C], read where HAS_BIAS
+    residual,  # [M, C] contiguous, read where HAS_RESIDUAL
+    out,  # [M, C] contiguous
+    M, C, K, chunk,  # whole steps, and K whole chunks
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, NESTED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """A tile of `chunked_product` without SPLIT, of operands that the copy engine brings: zeros outside of them.
+
+    NESTED says how the same steps are written, a loop in a loop or one loop: which is faster is a matter of BM x BN.
+    """
+    block, tile = tile_swizzle(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(C, BN), GROUP)
+    total = tl.zeros([BM, BN], tl.float32)
+    acc = tl.zeros([BM, BN], tl.float32)
+    if NESTED:
+        for begin in range(0, K, chunk):
+            acc = tl.zeros([BM, BN], tl.float32)
+            for start in range(begin, begin + chunk, BK):
+                acc = tl.dot(a.load([block * BM, start]), b.load([tile * BN, start]).T, acc)
+            total += acc
+    else:
+        steps = chunk // BK
+        for step in range(K // BK):
+            acc = tl.dot(a.load([block * BM, step * BK]), b.load([tile * BN, step * BK]).T, acc)
+            if step % steps == steps - 1:
+                total += acc
+                acc = tl.zeros([BM, BN], tl.float32)
+    m = block * BM + tl.arange(0, BM)
+    c = tile * BN + tl.arange(0, BN)
+    here = (m < M)[:, None] & (c < C)[None, :]
+    at = m.to(tl.int64)[:, None] * C + c[None, :]
+    y = rounded(total, bias, residual, m, c, at, here, C, HAS_BIAS, HAS_RESIDUAL)
+    tl.store(out + at, stored_as(y, out.dtype.element_ty), mask=here)
+
+
+@triton.jit(do_not_specialize=["M"])
 def add_chunks(
     parts,  # [N_PARTS, M, C] fp32
     bias,  # [C], read where HAS_BIAS

@@ -16,17 +16,18 @@ from torch import Tensor
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
 from rlkernel_core.spec.linear import LinearCall
-from rlkernel_triton.common.device import has_pdl
+from rlkernel_triton.common.device import has_pdl, takes_tma
 from rlkernel_triton.common.host import INTERPRETED
 from rlkernel_triton.common.language import triton
 from rlkernel_triton.common.matmul_tiles import OPERAND_TYPES, options_of, tile_of
 from rlkernel_triton.common.row_layout import rows_of
-from rlkernel_triton.launchers import Launch, Launcher, Plan, launcher_for
+from rlkernel_triton.launchers import Launch, Launcher, Plan, launcher_for, plain_launcher_for
 from rlkernel_triton.linear import kernels
 from rlkernel_triton.quant.tile_config import machine
 
 CHUNKS: Final = 8
 GRAIN: Final = 16  # columns of which a chunk is a multiple: the step of the matrix instructions
+MANY: Final = 4096  # rows from which on two programs of four warps share a processor of Hopper's
 FEW: Final = 64  # rows for which a product waits for the weight alone
 COLUMNS: Final = 512  # of a program that adds chunks
 
@@ -93,6 +94,7 @@ class _Host:
         self._copied = layout.inner < self._M
         self._x = (self._K, 1) if self._copied else (layout.inner_stride, layout.stride)
         self._weight = (weight.stride(0), weight.stride(1))
+        self._tma = not self._copied and takes_chunks_by_tma(self._flat(x), weight)
 
     def forward(self, call: LinearCall) -> Tensor:
         """The result."""
@@ -102,8 +104,12 @@ class _Host:
             bias = None if call.bias is None else call.bias.contiguous()
             given = (bias is not None, residual is not None)
             sizes = Sizes(self._M, self._N, self._K)
-            product = self._product("forward", call.x, sizes, self._x, self._weight, given)
-            product(self._lying(call.x), call.weight, bias, residual, y)
+            if self._tma:
+                by_tma = self._plan.get("forward", lambda _: TmaProduct(call.x, sizes, given))
+                by_tma(self._flat(call.x), call.weight, bias, residual, y)
+            else:
+                product = self._product("forward", call.x, sizes, self._x, self._weight, given)
+                product(self._lying(call.x), call.weight, bias, residual, y)
         return y
 
     def of_x(self, g: Tensor, weight: Tensor) -> Tensor:
@@ -136,6 +142,10 @@ class _Host:
     def _lying(self, x: Tensor) -> Tensor:
         """x as its strides were told."""
         return x.contiguous() if self._copied else x
+
+    def _flat(self, x: Tensor) -> Tensor:
+        """x as [M, K] where it lies."""
+        return x.as_strided((self._M, self._K), self._x)
 
 
 class Sizes(NamedTuple):
@@ -206,3 +216,39 @@ class Product:
         parts = torch.empty(self._size, dtype=torch.float32, device=out.device)
         self._multiply(self._grid, a, b, *more, parts)
         self._add(self._add_grid, parts, *more, out)
+
+
+def takes_chunks_by_tma(x: Tensor, weight: Tensor) -> bool:
+    """Whether `TmaProduct` takes these operands, [M, K] and [N, K]: many rows, and chunks of whole steps."""
+    (M, K), N = x.shape, weight.shape[0]
+    if M <= FEW or not (takes_tma(x) and takes_tma(weight)):
+        return False
+    tile, chunk = tile_of(x, x, "tma chunks"), chunk_of(K)
+    tiles = triton.cdiv(M, tile.BM) * triton.cdiv(N, tile.BN)
+    return chunk % tile.BK == 0 and K % chunk == 0 and tiles >= machine(x.device).multiprocessors
+
+
+class TmaProduct:
+    """x weight^T of operands that Hopper's copy engine brings, for calls of one shape, with the bits of `Product`."""
+
+    def __init__(self, like: Tensor, sizes: Sizes, given: tuple[bool, bool]) -> None:
+        M, C, K = sizes
+        self._tile = tile = tile_of(like, like, "tma chunks" if M >= MANY else "tma chunks small_m")
+        self._grid = (triton.cdiv(M, tile.BM) * triton.cdiv(C, tile.BN), 1, 1)
+        # Through Triton, which makes the copy engine's descriptors of what is passed.
+        self._launch = plain_launcher_for(like.device).bind(
+            kernels.chunked_product_tma, num_warps=tile.num_warps, num_stages=tile.num_stages, M=M, C=C, K=K,
+            chunk=chunk_of(K), HAS_BIAS=given[0], HAS_RESIDUAL=given[1], NESTED=tile.num_warps == 4, BM=tile.BM,
+            BN=tile.BN, BK=tile.BK, GROUP=tile.GROUP,
+        )  # fmt: skip
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
+        """Into `out`, [M, C] contiguous."""
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        tile = self._tile
+        operands = (
+            TensorDescriptor.from_tensor(x, [tile.BM, tile.BK]),
+            TensorDescriptor.from_tensor(weight, [tile.BN, tile.BK]),
+        )
+        self._launch(self._grid, *operands, out if bias is None else bias, out if residual is None else residual, out)
