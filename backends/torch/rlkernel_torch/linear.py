@@ -3,8 +3,8 @@
 Libraries choose the order of their sums by shape, so rows are multiplied in blocks of `ROWS`, the last of which is
 filled up with zeros: a row's bits do not depend on how many rows there are. The order is the library's and has no name.
 
-Extra memory is one fp32 copy of x, a tile of the weight and the fp32 result. Where torch is told to use TF32 for fp32
-products, this backend does as well.
+Extra memory is one fp32 copy of x, a tile of the weight and the fp32 result. Where torch uses TF32 for fp32 products
+(`torch.backends.cuda.matmul.allow_tf32`), so does this backend.
 
 Legend: M rows · S columns that are summed over · C columns of a product.
 """

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlkernel_common.fixed_sums import lane_sum, row_sum
+from rlkernel_common.fixed_sums import inverse_rms, lane_mean, row_sum
 from rlkernel_common.row_statistics import accumulator
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
@@ -49,7 +49,7 @@ class RmsNormPair(Pair[RmsNormCall, RmsNormResult]):
         d_s = d_weight = None
         if self.wanted[0] or self.wanted[2]:
             h = g * (weight.to(state) + self._offset)
-            t = _mean(h * values)
+            t = lane_mean(h * values)
             d_s = (h - values * (t * r * r)[..., None]) * r[..., None]
             d_s = d_s if g_s is None else d_s + g_s.to(state)
             d_s = d_s.to(s.dtype)
@@ -76,14 +76,6 @@ def _forward(call: RmsNormCall) -> _Normalized:
     if residual is not None:
         residual = (s + residual.to(state)).to(x.dtype)
         s = residual.to(state)
-    # Torch's own fp32 root is off by a step now and then; one of float64 rounds to the IEEE root, whatever its error.
-    root = torch.sqrt((_mean(s * s) + call.eps).double()).to(state)
-    r = torch.ones_like(root) / root
+    r = inverse_rms(s, call.eps)
     y = s * r[..., None] * (call.weight.to(state) + call.offset)
     return _Normalized(RmsNormResult(y.to(x.dtype), residual), r)
-
-
-def _mean(x: Tensor) -> Tensor:  # [..., D] -> [...]
-    """Mean over the last dimension; over a tensor, since a GPU would multiply with the reciprocal of a number."""
-    total = lane_sum(x)
-    return total / torch.full_like(total, x.shape[-1])

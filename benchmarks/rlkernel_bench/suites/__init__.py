@@ -24,7 +24,7 @@ SUITES: Final[Mapping[str, str]] = {
     "experts": "a layer of a mixture of experts on quantized weights",
     "quantize": "quantizing weights on the device",
     "linear": "products of a layer whose bits do not depend on the batch, beside cuBLAS",
-    "layer": "what stands between them: rms_norm and glu",
+    "layer": "rms_norm and glu, between those products",
     "capture": "replaying graphs",
     "rollout": "a decode chain under one graph, tokens a second",
     "dispatch": "what an operator costs in a compiled graph, and importing",

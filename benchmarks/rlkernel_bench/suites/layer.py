@@ -1,4 +1,4 @@
-"""layer: what stands between the products of a transformer layer, rms_norm and glu, bound by the bytes they move."""
+"""layer: rms_norm and glu between the products of a transformer layer, bound by the bytes they move."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def in_tf32(x: Tensor) -> Tensor:
 
 
 def another_order(of: Callable[[LinearCall], bool]) -> How:
-    """The sums taken in another order where `of` says so, rounded as often: other bits, as near to the definition."""
+    """The sums taken in another order where `of` is true, rounded as often: other bits, as near to the definition."""
 
     def how(right: Run, call: LinearCall) -> Tensor:
         if not of(call) or call.x.shape[-1] < 2:

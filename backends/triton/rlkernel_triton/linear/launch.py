@@ -27,7 +27,7 @@ from rlkernel_triton.quant.tile_config import machine
 
 CHUNKS: Final = 8
 GRAIN: Final = 16  # columns of which a chunk is a multiple: the step of the matrix instructions
-MANY: Final = 4096  # rows from which on two programs of four warps share a processor of Hopper's
+MANY: Final = 4096  # rows from which on the copy engine's products run by 4 warps, two programs a multiprocessor
 FEW: Final = 64  # rows for which a product waits for the weight alone
 COLUMNS: Final = 512  # of a program that adds chunks
 
@@ -90,7 +90,7 @@ class _Host:
         self._rows, self._M = tuple(rows), x.numel() // self._K
         self._plan = Plan(launcher_for(x.device))
         layout = rows_of(torch.empty_strided(x.shape, x.stride(), device="meta")).layout
-        # Rows that one stride tells are read where they lie; others are copied together.
+        # Rows with one stride between them are read in place; others are copied together.
         self._copied = layout.inner < self._M
         self._x = (self._K, 1) if self._copied else (layout.inner_stride, layout.stride)
         self._weight = (weight.stride(0), weight.stride(1))
@@ -123,11 +123,12 @@ class _Host:
 
     def of_weight(self, g: Tensor, x: Tensor) -> Tensor:
         """The gradient of the weight."""
-        d_weight = torch.zeros(self._N, self._K, dtype=g.dtype, device=g.device)
-        if self._M:
-            sizes = Sizes(self._N, self._K, self._M)
-            product = self._product("weight", g, sizes, (1, self._N), self._x[::-1], any_alignment=("a",))
-            product(g, self._lying(x), None, None, d_weight)
+        if not self._M:
+            return torch.zeros(self._N, self._K, dtype=g.dtype, device=g.device)
+        d_weight = torch.empty(self._N, self._K, dtype=g.dtype, device=g.device)
+        sizes = Sizes(self._N, self._K, self._M)
+        product = self._product("weight", g, sizes, (1, self._N), self._x[::-1], any_alignment=("a",))
+        product(g, self._lying(x), None, None, d_weight)
         return d_weight
 
     def _product(
@@ -140,11 +141,11 @@ class _Host:
         return self._plan.get(place, bound)
 
     def _lying(self, x: Tensor) -> Tensor:
-        """x as its strides were told."""
+        """x with the strides of `_x`."""
         return x.contiguous() if self._copied else x
 
     def _flat(self, x: Tensor) -> Tensor:
-        """x as [M, K] where it lies."""
+        """A view of x as [M, K]."""
         return x.as_strided((self._M, self._K), self._x)
 
 
@@ -187,8 +188,7 @@ class Product:
         parts = triton.cdiv(K, chunk)
         # Few tiles leave multiprocessors without loads in flight; chunk sums of more rows cost more traffic.
         split = few and parts > 1 and (tiles < 2 * cores if M <= FEW else 2 * tiles <= cores)
-        self._parts = parts if split else 1
-        self._split, self._size, self._grid = split, parts * M * C, (tiles * self._parts, 1, 1)
+        self._size, self._grid = parts * M * C, (tiles * (parts if split else 1), 1, 1)
         pdl = split and has_pdl(like)
         epilogue: dict[str, Any] = dict(zip(("HAS_BIAS", "HAS_RESIDUAL"), given, strict=True))
         strides = dict(zip(("a_stride", "a_step", "b_stride", "b_step"), (*a, *b), strict=True))
@@ -229,7 +229,7 @@ def takes_chunks_by_tma(x: Tensor, weight: Tensor) -> bool:
 
 
 class TmaProduct:
-    """x weight^T of operands that Hopper's copy engine brings, for calls of one shape, with the bits of `Product`."""
+    """x weight^T for calls of one shape, in the order of `Product`; Hopper's copy engine brings the operands."""
 
     def __init__(self, like: Tensor, sizes: Sizes, given: tuple[bool, bool]) -> None:
         M, C, K = sizes
