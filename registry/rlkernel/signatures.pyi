@@ -15,6 +15,7 @@ from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_core.spec.advantage import AdvantageResult
 from rlkernel_core.spec.affine_suffix_scan import ScanResult
+from rlkernel_core.spec.attention import AttentionResult
 from rlkernel_core.spec.form import OpSpec
 from rlkernel_core.spec.graphed import Bucket, CaptureGroup, GraphedCallable
 from rlkernel_core.spec.group_filter import GroupFilterResult
@@ -116,6 +117,29 @@ class _AffineSuffixScan(_AffineSuffixScanFunction[ScanResult], Operator, Protoco
     bind: _AffineSuffixScanFunction[_AffineSuffixScanFunction[ScanResult]]
 
 affine_suffix_scan: _AffineSuffixScan
+
+class _AttentionFunction(Protocol[_R_co]):
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_q: Tensor,
+        cu_k: Tensor | None = None,
+        page_table: Tensor | None = None,
+        seqused_k: Tensor | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        scale: float | None = None,
+    ) -> _R_co: ...
+
+class _Attention(_AttentionFunction[AttentionResult], Operator, Protocol):
+    bind: _AttentionFunction[_AttentionFunction[AttentionResult]]
+
+attention: _Attention
 
 class _CaptureFunction(Protocol[_R_co]):
     def __call__(

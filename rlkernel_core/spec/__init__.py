@@ -38,6 +38,7 @@ _WHERE: Final[dict[str, str]] = {
     "rms_norm": "rms_norm:SPEC",
     "rope": "rope:SPEC",
     "glu": "glu:SPEC",
+    "attention": "attention:SPEC",
 }
 
 

@@ -44,6 +44,7 @@ TARGETS: dict[str, tuple[str, Requires, frozenset[str]]] = {
     "rms_norm": ("rlkernel_torch.rms_norm:rms_norm", _FLOATS, frozenset()),
     "rope": ("rlkernel_torch.rope:rope", _FLOATS, frozenset()),
     "glu": ("rlkernel_torch.glu:glu", _FLOATS, frozenset()),
+    "attention": ("rlkernel_torch.attention:attention", _FLOATS, frozenset()),
 }
 
 # differentiable operator -> its forward and backward
@@ -58,6 +59,7 @@ PAIRS: dict[str, str] = {
     "rms_norm": "rlkernel_torch.rms_norm:RmsNormPair",
     "rope": "rlkernel_torch.rope:RopePair",
     "glu": "rlkernel_torch.glu:GluPair",
+    "attention": "rlkernel_torch.attention:AttentionPair",
 }
 
 # operator -> the order in which it adds: rlkernel_common.fixed_sums.ORDER, exact_functions.ARITHMETIC
