@@ -267,6 +267,24 @@ def rope() -> Changes:
     }
 
 
+def attention() -> Changes:
+    """Two sequences of three rows each."""
+    pages = {
+        "k": draw(3, 4, 2, D), "v": draw(3, 4, 2, D),
+        "page_table": torch.tensor([[2], [0]]), "seqused_k": torch.tensor([4, 3]),
+    }  # fmt: skip
+    return {
+        "cu_k": Change(torch.tensor([0, 1, N], dtype=torch.int32)),
+        "page_table": Change(torch.tensor([[1], [0]]), pages),
+        "seqused_k": Change(torch.tensor([3, 3]), pages),
+        "causal": Change(False),
+        "window": Change(1),
+        "softcap": Change(0.5),
+        "sinks": Change(draw(4, seed=9)),
+        "scale": Change(0.05),
+    }
+
+
 CHANGES: Mapping[str, Callable[[], Changes]] = {
     "logprob": logprob,
     "linear_logprob": linear_logprob,
@@ -287,6 +305,7 @@ CHANGES: Mapping[str, Callable[[], Changes]] = {
     "linear": lambda: {"bias": Change(draw(V, seed=4)), "residual": Change(draw(N, V, seed=5))},
     "rms_norm": lambda: {"residual": Change(draw(N, D, seed=5)), "offset": Change(1.0)},
     "rope": rope,
+    "attention": attention,
     "glu": lambda: {"activation": Change("gelu")},
     "capture": capture,
     "rollout_buffer": rollout_buffer,

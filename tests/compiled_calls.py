@@ -80,6 +80,8 @@ EXAMPLES = (
     example("rms_norm"),
     example("glu"),
     example("rope"),
+    example("attention"),
+    example("attention", window=2, softcap=30.0, sinks=draw(4, seed=5)),
     example("rope", q_weight=draw(D, seed=8), k_weight=draw(D, seed=9), eps=1e-6, interleaved=True),
     example("rms_norm", residual=draw(N, D, seed=5), offset=1.0),
     example("shape_rewards", mask=tokens(), clip=(-1.0, 1.0), normalize="running"),

@@ -99,6 +99,8 @@ FINE: dict[str, tuple[str, ...]] = {
     # tokens that no sequence holds do not count
     "cu_seqlens": ("a row less", "a row more"),
     "shape_rewards.cu_seqlens": (),
+    # rows of q beyond its last entry belong to no sequence
+    "attention.cu_q": ("a row less", "a row more"),
     # any real dtype
     "rewards": (*ANY_REAL, "meta"),
     "baseline": ANY_REAL,

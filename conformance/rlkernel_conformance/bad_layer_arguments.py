@@ -9,8 +9,54 @@ import torch
 
 from rlkernel_conformance.example_calls import D, N, V, draw
 
+
+def _pages(**changes: Any) -> dict[str, Any]:
+    """Two sequences of keys in pages, but for what is bad."""
+    places = {"page_table": torch.zeros(2, 2, dtype=torch.int32), "seqused_k": torch.zeros(2, dtype=torch.int32)}
+    given = {"k": draw(3, 4, 2, D), "v": draw(3, 4, 2, D), **places, **changes}
+    return {n: x for n, x in given.items() if x is not None}
+
+
 # As `rlkernel_conformance.bad_arguments.REFUSED`, of which these are a part.
 OF_LAYERS: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
+    "attention": lambda: [
+        ("q", {"q": torch.zeros(N, D)}),
+        ("q", {"q": torch.zeros(N, 0, D)}),
+        ("k", {"k": torch.zeros(N, 2, D + 1)}),
+        ("k", {"k": torch.zeros(N, 3, D), "v": torch.zeros(N, 3, D)}),
+        ("k", {"k": torch.zeros(N, 0, D), "v": torch.zeros(N, 0, D)}),
+        ("k", {"k": draw(N, 2, D).bfloat16()}),
+        ("k", {"k": torch.zeros(N + 1, 2, D), "v": torch.zeros(N + 1, 2, D)}),
+        ("k", {"k": draw(3, 4, 2, D), "v": draw(3, 4, 2, D)}),
+        ("v", {"v": torch.zeros(N, 1, D)}),
+        ("v", {"v": draw(N, 2, D).bfloat16()}),
+        ("cu_q", {"cu_q": torch.zeros(0, dtype=torch.int32)}),
+        ("cu_q", {"cu_q": torch.zeros(2)}),
+        ("cu_q", {"cu_q": torch.zeros(2, dtype=torch.int16)}),
+        ("cu_q", {"cu_q": torch.zeros(1, 2, dtype=torch.int32)}),
+        ("cu_k", {"cu_k": torch.zeros(2, dtype=torch.int32)}),
+        ("cu_k", {"cu_k": torch.zeros(3, dtype=torch.int8)}),
+        ("cu_k", _pages(cu_k=torch.zeros(3, dtype=torch.int32))),
+        ("page_table", {"seqused_k": torch.zeros(2, dtype=torch.int32)}),
+        ("page_table", _pages(page_table=torch.zeros(3, 2, dtype=torch.int32))),
+        ("page_table", _pages(page_table=torch.zeros(2, 0, dtype=torch.int32))),
+        ("page_table", _pages(page_table=torch.zeros(2, dtype=torch.int32))),
+        ("seqused_k", _pages(seqused_k=None)),
+        ("seqused_k", _pages(seqused_k=torch.zeros(3, dtype=torch.int32))),
+        ("seqused_k", _pages(seqused_k=torch.zeros(2))),
+        ("k", _pages(k=draw(0, 4, 2, D), v=draw(0, 4, 2, D))),
+        ("k", _pages(k=draw(8, 2, D))),
+        ("k", _pages(k=draw(3, 4, 2, D).requires_grad_())),
+        ("causal", {"causal": 1}),
+        ("window", {"window": 0}),
+        ("window", {"window": 2.0}),
+        ("window", {"window": 4, "causal": False}),
+        ("softcap", {"softcap": 0.0}),
+        ("scale", {"scale": -1.0}),
+        ("scale", {"scale": float("inf")}),
+        ("sinks", {"sinks": torch.zeros(3)}),
+        ("sinks", {"sinks": draw(4).bfloat16()}),
+    ],
     "glu": lambda: [
         ("x", {"x": torch.tensor(1.0)}),
         ("x", {"x": torch.zeros(N, 7)}),

@@ -122,8 +122,20 @@ def same_bits(output: str, found: Tensor, expected: Tensor, when: str) -> None:
     # A view as bytes needs strides in order, also where a size of 1 leaves them free.
     kept = (x.detach().reshape(-1).clone(memory_format=torch.contiguous_format) for x in (found, expected))
     a, b = (x.view(torch.uint8) if x.numel() else x for x in kept)
-    if not torch.equal(a, b):  # the message of a large result takes longer than the comparison
-        raise Violation(f"{output} differs {when}: {found.tolist()} is not {expected.tolist()}")
+    if not torch.equal(a, b):
+        raise Violation(f"{output}{_first_difference(found.detach(), expected.detach(), when)}")
+
+
+def _first_difference(found: Tensor, expected: Tensor, when: str) -> str:
+    """Where two results of one shape differ first in their bits, and in how many places."""
+    if found.dtype != expected.dtype:
+        return f" is {found.dtype}, not {expected.dtype}, {when}"
+    size = found.element_size()
+    kept = (x.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8) for x in (found, expected))
+    apart = torch.ne(*kept).view(-1, size).any(1).nonzero().view(-1).tolist()
+    place = [int(i) for i in np.unravel_index(apart[0], tuple(found.shape))]
+    a, b = (x.reshape(-1)[apart[0]].item() for x in (found, expected))
+    return f"{place or ''} differs {when}: {a!r} is not {b!r} ({len(apart)} of {found.numel()} differ)"
 
 
 def plain(x: Any, name: str) -> np.ndarray[Any, Any]:

@@ -199,6 +199,11 @@ def _qmatmul(e: Example) -> Arguments:
     return {"x": x, "w": w if subject.admits(x, w) else arranged(w)}
 
 
+def _attention(e: Example) -> Arguments:
+    cu_q = torch.tensor([0, e.N // 2, e.N], dtype=torch.int32, device=e.device)
+    return {"q": e.normal(e.N, 4, D), "k": e.normal(e.N, 2, D, salt=1), "v": e.normal(e.N, 2, D, salt=2), "cu_q": cu_q}
+
+
 def _rope(e: Example) -> Arguments:
     table = draw(V, D - 8, seed=e.seed + 303).to(e.device, torch.float32)
     return {"q": e.normal(e.N, 3, D), "k": e.normal(e.N, 1, D, salt=1), "positions": e.ids(e.N), "table": table}
@@ -235,6 +240,7 @@ EXAMPLES: Final[Mapping[str, Callable[[Example], Arguments]]] = {
     "linear": lambda e: {"x": e.normal(e.N, D), "weight": e.normal(V, D, salt=1)},
     "rms_norm": lambda e: {"x": e.normal(e.N, D), "weight": e.normal(D, salt=1), "eps": 1e-6},
     "rope": _rope,
+    "attention": _attention,
     "glu": lambda e: {"x": e.normal(e.N, 2 * D), "activation": e.kind(ACTIVATIONS, lambda _: "", "activation")},
 }
 

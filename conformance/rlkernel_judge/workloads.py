@@ -61,6 +61,7 @@ _SIZES: Final[Mapping[str, tuple[dict[str, int], str, int, dict[str, int]]]] = {
     "linear": ({"M": 8, "K": 512, "N": 256}, "bfloat16", 4, {"M": 1024, "K": 4096, "N": 6144}),
     "rms_norm": ({"N": 64, "D": 1024}, "bfloat16", 8, {"N": 8192, "D": 4096}),
     "rope": ({"N": 64, "D": 128}, "bfloat16", 8, {"N": 8192, "D": 128}),
+    "attention": ({"B": 4, "T": 64, "D": 64}, "bfloat16", 8, {"B": 8, "T": 1024, "D": 128}),
     "glu": ({"N": 64, "D": 1024}, "bfloat16", 8, {"N": 8192, "D": 14336}),
 }  # fmt: skip
 ON_CPU: Final = {op: Workload(op, "float32", 8, tuple(cpu.items())) for op, (cpu, *_) in _SIZES.items()}
@@ -208,6 +209,12 @@ _DRAWN: Final[Mapping[str, Callable[[Mapping[str, int], _Draw], dict[str, Any]]]
         "q_weight": d.normal(n["D"]),
         "k_weight": d.normal(n["D"]),
         "eps": 1e-6,
+    },
+    "attention": lambda n, d: {
+        "q": d.normal(n["B"] * n["T"], 8, n["D"]),
+        "k": d.normal(n["B"] * n["T"], 2, n["D"]),
+        "v": d.normal(n["B"] * n["T"], 2, n["D"]),
+        "cu_q": torch.arange(0, n["B"] * n["T"] + 1, n["T"], dtype=torch.int32, device=d.device),
     },
     "glu": lambda n, d: {"x": d.normal(n["N"], 2 * n["D"]), "activation": "silu"},
 }

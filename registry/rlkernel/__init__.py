@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for readers and type checkers; a 
     from rlkernel.provenance import status as status
     from rlkernel.signatures import advantage as advantage
     from rlkernel.signatures import affine_suffix_scan as affine_suffix_scan
+    from rlkernel.signatures import attention as attention
     from rlkernel.signatures import capture as capture
     from rlkernel.signatures import dequantize as dequantize
     from rlkernel.signatures import glu as glu
@@ -79,6 +80,7 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for readers and type checkers; a 
     from rlkernel_core.spec.advantage import AdvantageStats as AdvantageStats
     from rlkernel_core.spec.advantage_presets import advantage_preset as advantage_preset
     from rlkernel_core.spec.affine_suffix_scan import ScanResult as ScanResult
+    from rlkernel_core.spec.attention import AttentionResult as AttentionResult
     from rlkernel_core.spec.graphed import Bucket as Bucket
     from rlkernel_core.spec.graphed import CaptureGroup as CaptureGroup
     from rlkernel_core.spec.graphed import CaptureStats as CaptureStats
@@ -150,6 +152,7 @@ _HOMES: Final = {
     "rlkernel_core.spec.advantage": ("AdvantageResult", "AdvantageStats"),
     "rlkernel_core.spec.advantage_presets": ("advantage_preset",),
     "rlkernel_core.spec.affine_suffix_scan": ("ScanResult",),
+    "rlkernel_core.spec.attention": ("AttentionResult",),
     "rlkernel_core.spec.graphed": (
         "Bucket",
         "CaptureGroup",

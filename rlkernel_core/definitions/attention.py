@@ -23,8 +23,8 @@ class Reached(NamedTuple):
 def sees(n, m, causal=True, window=None):
     """Whether query i of m sees key j of n, [m, n]."""
     at, key = np.arange(n - m, n)[:, None], np.arange(n)[None, :]
-    seen = (key <= at) if causal else np.broadcast_to(at >= 0, (m, n))
-    return seen & (at >= 0) & (True if window is None else at - key < window)
+    seen = (key <= at) if causal else np.full((m, n), True)
+    return seen & (True if window is None else at - key < window)
 
 
 def attention(q, k, v, scale, causal=True, window=None, softcap=None, sinks=None):
@@ -66,7 +66,7 @@ def _terms(value, size, bends, x):
 
 def _grouped(x, each):
     """[n, Hq, D] added over the query heads that read one head of keys."""
-    return x.reshape(x.shape[0], -1, each, x.shape[2]).sum(2)
+    return x.reshape(x.shape[0], x.shape[1] // each, each, x.shape[2]).sum(2)
 
 
 def _scores(q, k, scale, softcap):

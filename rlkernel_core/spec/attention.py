@@ -1,8 +1,8 @@
 """attention@1: softmax attention of packed sequences, keys in rows or in pages; a query's bits are its own.
 
-    s_j = scale q . k_j                     or with softcap c: c tanh(scale q . k_j / c)       (Gemma 2, arXiv:2408.00118)
-    p_j = exp(s_j - lse),   lse = log(sum_j exp(s_j) + exp(sink))                     the sink of a head where given
-    out = round(sum_j p_j v_j)              over the keys j that the query sees                      (arXiv:1706.03762)
+    s_j = scale q . k_j                  or with softcap c: c tanh(scale q . k_j / c)       (Gemma 2, arXiv:2408.00118)
+    p_j = exp(s_j - lse),   lse = log(sum_j exp(s_j) + exp(sink))                the sink of a head, where given
+    out = round(sum_j p_j v_j)           over the keys j that the query sees                (arXiv:1706.03762)
 
 Sequence b has queries and keys of its own. Its queries are the last of its positions, as in FlashAttention's varlen
 calls: of n keys and m queries, query i stands at position n - m + i. It sees keys 0 to its own position; with
@@ -11,8 +11,8 @@ prompt, a part of it behind what is known already, and one token more are the sa
 head h // (Hq / Hk) (GQA, arXiv:2305.13245). A sink is a logit without a value (arXiv:2309.17453, as gpt-oss trains it).
 
 The arithmetic is fp32 (float64 where q is) with one rounding of out, but that p may be rounded to the dtype of v before
-it is multiplied, as every fused kernel does. How an implementation adds is its own, and a manifest may name it (`sums`).
-It must go by positions alone: a query has the same bits in a prompt, behind a cache, alone, and in any pages.
+it is multiplied, as every fused kernel does. The order of sums is an implementation's own, and a manifest may name it
+(`sums`). It must go by positions alone: a query has the same bits in a prompt, behind a cache, alone, and in any pages.
 
 Legend: T queries · S keys, of all sequences · B sequences · Hq, Hk heads of queries and of keys · D width of a head ·
 N pages · G keys of a page · P pages of a sequence at most. Imports no torch.
@@ -66,10 +66,10 @@ class AttentionCall(OpCall[AttentionResult]):
         k: [S, Hk, D] of the dtype of q, Hq a multiple of Hk; with page_table [N, G, Hk, D], N and G >= 1.
         v: as k.
         cu_q: [B + 1] int32 or int64, ascending from 0 to at most T: queries of b are rows cu_q[b] to cu_q[b + 1].
-        cu_k: [B + 1] of the dtype of cu_q, likewise the rows of k and v; None: cu_q. None with page_table.
+        cu_k: [B + 1] likewise, the rows of k and v; None: cu_q. None with page_table.
         page_table: [B, P] int32 or int64, P >= 1: key j of b is row j % G of page page_table[b, j // G]. Entries
             beyond the keys of b are not read. Keys in pages have no gradient: k and v that require one are refused.
-        seqused_k: [B] of the dtype of cu_q, how many keys b has, at most P G. Given with page_table, and only there.
+        seqused_k: [B] int32 or int64, how many keys b has, at most P G. Given with page_table, and only there.
         causal: a query sees no key beyond its own position.
         window: how many keys a query sees at most, >= 1; with causal alone. None: all.
         softcap: c above, > 0. None: none.
@@ -125,6 +125,8 @@ def check(call: AttentionCall) -> None:
 
 def _check_keys(call: AttentionCall) -> None:
     q, paged = call.q, call.page_table is not None
+    if paged:
+        checks.tensor("page_table", call.page_table, ndim=2, kind="integer")
     Hq, D = q.shape[1:]
     for name, x in (("k", call.k), ("v", call.v)):
         checks.tensor(name, x, kind="floating")
@@ -160,17 +162,12 @@ def _check_places(call: AttentionCall) -> None:
     checks.aligned("cu_k", call.cu_k, cu_q.shape, "cu_q", kind="integer", beside=q, where="q")
     checks.aligned("seqused_k", used, (B,), "the sequences", kind="integer", beside=q, where="q")
     if table is not None:
-        checks.tensor("page_table", table, ndim=2, kind="integer")
         checks.same_device("page_table", table, q, "q")
         if table.shape[0] != B or table.shape[1] < 1:
             raise ArgumentError("page_table", checks.describe(table), f"needs {B} rows of pages P >= 1", "Pass [B, P].")
     for name, x in (("cu_q", cu_q), ("cu_k", call.cu_k), ("page_table", table), ("seqused_k", used)):
         if x is not None and _name(x) not in {"int32", "int64"}:
             raise ArgumentTypeError(name, checks.describe(x), "must be int32 or int64", f"Pass {name}.int().")
-    for name, x in (("cu_k", call.cu_k), ("seqused_k", used)):
-        if x is not None and x.dtype != cu_q.dtype:
-            why = f"must be {_name(cu_q)} as cu_q"
-            raise ArgumentTypeError(name, checks.describe(x), why, f"Pass {name}.to(cu_q.dtype).")
     if call.cu_k is None and table is None and call.k.shape[0] != q.shape[0]:
         why = f"must have {q.shape[0]} rows as q, where cu_k does not say whose they are"
         raise ArgumentError("k", checks.describe(call.k), why, "Pass cu_k.")

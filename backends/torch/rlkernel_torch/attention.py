@@ -53,7 +53,7 @@ class AttentionPair(Pair[AttentionCall, AttentionResult]):
         return result, self.saved_like(call, result, self.wanted)
 
     def backward(self, saved: Saved, grads: Saved) -> Saved:
-        """dv = p^T g, ds = p (g v^T - own) with own = sum(g out) - g_lse, dq = ds k, dk = ds^T q, dsink = -p_sink own."""
+        """With own = sum(g out) - g_lse and d = p (g v^T - own): d k, d^T q, p^T g, and of a sink -p_sink own."""
         q, k, v, cu_q, cu_k, table, used, sinks, out, lse = saved
         if q is None or k is None or v is None or cu_q is None or out is None or lse is None:
             raise RLKernelError("attention: its backward pass got less than its forward pass saved")
@@ -164,7 +164,7 @@ def _seen(call: AttentionCall, keys: _Keys, block: _Block, start: int) -> _Seen:
     """Keys `start` and on of each tile's sequence, and who sees them."""
     key = torch.arange(start, start + KEYS, device=call.q.device)
     held = key < keys.count[block.sequence][:, None]  # [BLOCK, KEYS]
-    seen = held[:, None, :] & block.there[..., None] & (block.at >= 0)[..., None]
+    seen = held[:, None, :] & block.there[..., None]
     if call.causal:
         seen = seen & (key <= block.at[..., None])
     if call.window is not None:
@@ -320,7 +320,7 @@ def _gradients_of_keys(call: AttentionCall, rows: _Rows) -> tuple[Tensor, Tensor
                 local = torch.arange(first, first + KEYS, device=k.device)
                 mine = local < keys.queries[sequence][:, None]  # [BLOCK, KEYS]
                 at = (keys.count - keys.queries)[sequence][:, None] + local
-                seen = mine[..., None] & there[:, None, :] & (at >= 0)[..., None]
+                seen = mine[..., None] & there[:, None, :]
                 if call.causal:
                     seen = seen & (key[:, None, :] <= at[..., None])
                 if call.window is not None:

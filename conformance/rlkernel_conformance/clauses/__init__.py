@@ -35,6 +35,7 @@ MODULES: Final = (
     "rms_norm",
     "rope",
     "glu",
+    "attention",
 )
 
 

@@ -212,6 +212,13 @@ def _rope(m: _Maker) -> Callable[[], Any]:
     return call
 
 
+def _attention(m: _Maker) -> Callable[[], Any]:
+    tokens, D = m.sizes.tokens, 128
+    q, k, v = (m.floats(tokens, heads, D, grad=True) for heads in (32, 8, 8))
+    cu_q = m.torch.tensor([0, tokens], dtype=m.torch.int32, device=q.device)
+    return lambda: rlkernel.attention(q, k, v, cu_q=cu_q).out
+
+
 def _glu(m: _Maker) -> Callable[[], Any]:
     x = m.floats(m.sizes.tokens, 2 * m.sizes.hidden, grad=True)
     return lambda: rlkernel.glu(x, activation="silu")
@@ -231,6 +238,7 @@ EXAMPLES_OF: Final[Mapping[str, Callable[[_Maker], Callable[[], Any]]]] = {
     "linear": _linear,
     "rms_norm": _rms_norm,
     "rope": _rope,
+    "attention": _attention,
     "glu": _glu,
     "quantize": _quantize,
     "dequantize": _dequantize,

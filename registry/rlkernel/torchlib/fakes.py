@@ -22,6 +22,7 @@ from rlkernel_core.spec.advantage import AdvantageCall, AdvantageResult, Advanta
 from rlkernel_core.spec.advantage_checks import extent_of
 from rlkernel_core.spec.advantage_kinds import KINDS
 from rlkernel_core.spec.affine_suffix_scan import AffineSuffixScanCall, ScanResult, sequences_of
+from rlkernel_core.spec.attention import AttentionCall, AttentionResult
 from rlkernel_core.spec.glu import GluCall
 from rlkernel_core.spec.group_filter import GroupFilterCall, GroupFilterResult
 from rlkernel_core.spec.linear import LinearCall
@@ -250,6 +251,12 @@ def _rope(call: RopeCall) -> RopeResult:
     return RopeResult(*(x.new_empty(x.shape) for x in (call.q, call.k)))
 
 
+def _attention(call: AttentionCall) -> AttentionResult:
+    q = call.q
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return AttentionResult(q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=wide))
+
+
 def _glu(call: GluCall) -> Tensor:
     return call.x.new_empty((*call.x.shape[:-1], call.x.shape[-1] // 2))
 
@@ -274,5 +281,6 @@ FAKES: Final[Mapping[str, Callable[[Any], Any]]] = {
     "linear": _linear,
     "rms_norm": _rms_norm,
     "rope": _rope,
+    "attention": _attention,
     "glu": _glu,
 }

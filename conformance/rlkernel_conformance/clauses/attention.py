@@ -1,0 +1,490 @@
+"""Attacks on attention@1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rlkernel_conformance import draw
+from rlkernel_conformance.attack import attack
+from rlkernel_conformance.call_checks import same_results
+from rlkernel_conformance.clauses.derived_attacks import derive
+from rlkernel_conformance.compare import plain, require, same_bits, within
+from rlkernel_conformance.subject import Subject
+from rlkernel_core.definitions.attention import Reached, attention, attention_gradients
+
+Lengths = tuple[tuple[int, int], ...]  # queries and keys of each sequence
+PROMPTS: Final[Lengths] = ((5, 5), (1, 1), (70, 70))
+# Prompts, one token behind a cache, a part of a prompt, nothing asked, more queries than keys.
+LENGTHS: Final[tuple[Lengths, ...]] = (
+    PROMPTS,
+    ((1, 9), (1, 65), (1, 1), (1, 128)),
+    ((3, 70), (0, 4), (17, 17), (64, 130)),
+    ((4, 2), (3, 0), (2, 2)),
+    ((33, 64),),
+)
+HEADS: Final = ((2, 1), (1, 1), (4, 2), (7, 1), (3, 3))
+WIDTHS: Final = (16, 1, 20, 64, 128)
+PAGES: Final = (1, 4, 16, 64)  # keys of one
+SIZES: Final = {"normal": 1.0, "large": 6.0, "flat": 2.0**-6}  # of the values of q
+GRADED: Final = ("q", "k", "v", "sinks")
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Sequences of queries and keys."""
+
+    lengths: Lengths
+    heads: tuple[int, int]
+    D: int
+    seed: int
+    dtype: str = "float32"
+    page: int = 0  # keys of a page; 0: rows
+    spare: int = 0  # rows of q beyond the sequences
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    scale: float | None = None
+    size: str = "normal"
+
+    def arguments(self, subject: Subject) -> dict[str, Any]:
+        """The call, without what the subject does not claim."""
+        place, dtype, (Hq, Hk) = subject.device, getattr(torch, self.dtype), self.heads
+        queries, keys = (sum(n[i] for n in self.lengths) for i in (0, 1))
+
+        def drawn(rows: int, heads: int, salt: int) -> Tensor:
+            return draw.normal((rows, heads, self.D), self.seed + salt, place)
+
+        given: dict[str, Any] = {
+            "q": (drawn(queries + self.spare, Hq, 0) * SIZES[self.size]).to(dtype),
+            "k": drawn(keys, Hk, 1).to(dtype),
+            "v": drawn(keys, Hk, 2).to(dtype),
+            "cu_q": offsets([m for m, _ in self.lengths], place),
+            "cu_k": offsets([n for _, n in self.lengths], place),
+        }
+        if not self.causal and "bidirectional" in subject.claims:
+            given["causal"] = False
+        elif self.window is not None and "window" in subject.claims:
+            given["window"] = self.window
+        if self.softcap is not None and "softcap" in subject.claims:
+            given["softcap"] = self.softcap
+        if self.sinks and "sinks" in subject.claims:
+            given["sinks"] = draw.normal((Hq,), self.seed + 3, place).to(dtype)
+        if self.scale is not None:
+            given["scale"] = self.scale
+        return in_pages(given, self.page, self.seed) if self.page and "paged" in subject.claims else given
+
+
+def offsets(lengths: list[int], place: Any) -> Tensor:
+    """[B + 1] where each sequence begins, and the last ends."""
+    return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=place)
+
+
+def in_pages(given: Mapping[str, Any], page: int, seed: int, fill: float = 0.0) -> dict[str, Any]:
+    """The same call with its keys in pages of so many, in a drawn order among others; `fill` is what no key is in."""
+    starts = given["cu_k"].tolist()
+    counts = [b - a for a, b in pairwise(starts)]
+    each = [-(-n // page) for n in counts]
+    order = torch.randperm(sum(each) + 2, generator=torch.Generator().manual_seed(seed)).tolist()
+    table = torch.full((len(counts), max(each, default=0) + 1), 2**30, dtype=torch.int32)  # beyond the keys: not read
+    pools = {n: given[n].new_full((len(order), page, *given[n].shape[1:]), fill) for n in "kv"}
+    for b, (start, count) in enumerate(zip(starts, counts, strict=False)):
+        for j in range(0, count, page):
+            table[b, j // page] = at = order.pop()
+            rows = slice(start + j, start + min(j + page, count))
+            for name, pool in pools.items():
+                pool[at, : rows.stop - rows.start] = given[name][rows]
+    place = given["q"].device
+    return {
+        **{n: x for n, x in given.items() if n != "cu_k"},
+        **pools,
+        "page_table": table.to(place),
+        "seqused_k": torch.tensor(counts, dtype=torch.int32, device=place),
+    }
+
+
+def cases(subject: Subject) -> st.SearchStrategy[Attend]:
+    """Every claimed dtype, length, width and option."""
+    return st.builds(
+        Attend,
+        lengths=st.sampled_from(LENGTHS),
+        heads=st.sampled_from(HEADS),
+        D=st.sampled_from(WIDTHS),
+        seed=st.integers(0, 2**20),
+        dtype=st.sampled_from(subject.dtypes),
+        page=st.sampled_from((0, 0, *PAGES)),
+        spare=st.sampled_from((0, 3)),
+        causal=st.sampled_from((True, True, False)),
+        window=st.sampled_from((None, 1, 7, 64, 70)),
+        softcap=st.sampled_from((None, 2.0, 50.0)),
+        sinks=st.booleans(),
+        scale=st.sampled_from((None, 0.3)),
+        size=st.sampled_from(tuple(SIZES)),
+    )
+
+
+def in_rows(subject: Subject) -> st.SearchStrategy[Attend]:
+    """Keys in rows, in the first claimed dtype, narrow: for laws that compare two calls."""
+    return cases(subject).map(lambda c: replace(c, dtype=subject.dtypes[0], page=0, D=min(c.D, 64)))
+
+
+def small(subject: Subject) -> st.SearchStrategy[Attend]:
+    """Short ones."""
+    return in_rows(subject).map(lambda c: replace(c, lengths=((3, 5), (1, 4), (2, 2)), D=min(c.D, 20)))
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """The float64 values of one, and where it stands."""
+
+    rows: slice  # of q
+    keys: slice  # of k and v, where these are rows
+    q: Any
+    k: Any
+    v: Any
+
+
+def sequences(given: Mapping[str, Any]) -> Iterator[Sequence]:
+    """Those of a call, and the rows of none as one without keys."""
+    q, k, v = (plain(given[n], n) for n in ("q", "k", "v"))
+    cu_q = [*given["cu_q"].tolist(), len(q)]
+    table = given.get("page_table")
+    counts = [] if table is None else given["seqused_k"].tolist()
+    own = given.get("cu_k")
+    cu_k = (given["cu_q"] if own is None else own).tolist()
+    for b, (start, end) in enumerate(pairwise(cu_q)):
+        none = b == len(cu_q) - 2
+        first, last = (0, 0) if none or table is not None else cu_k[b : b + 2]
+        mine = slice(first, last)
+        if table is None or none:
+            some = (k.reshape(-1, *k.shape[-2:])[mine], v.reshape(-1, *v.shape[-2:])[mine])
+        else:
+            pages = table[b, : -(-counts[b] // k.shape[1])].tolist()
+            some = tuple(x[pages].reshape(-1, *x.shape[2:])[: counts[b]] for x in (k, v))
+        yield Sequence(slice(start, end), mine, q[start:end], *some)
+
+
+def options(given: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What the definition takes beside the tensors of a sequence."""
+    scale = given.get("scale")
+    sinks = None if given.get("sinks") is None else plain(given["sinks"], "sinks")
+    width = given["q"].shape[-1] ** -0.5
+    masks = given.get("causal", True), given.get("window"), given.get("softcap")
+    return (width if scale is None else scale, *masks, sinks)
+
+
+Bounded = tuple[Any, Any]  # values, and how far a result may be
+
+
+def bounded(subject: Subject, output: str, dtype: str, found: Reached) -> Bounded:
+    """Values of a definition, and how far rounded operands may move them."""
+    atol, rtol = subject.tolerance(output, dtype)
+    summed, _ = subject.tolerance(output, "float64" if dtype == "float64" else "float32")
+    finite = np.where(np.isfinite(found.value), np.abs(found.value), 0.0)
+    least = 2.0**-24 if dtype == "float16" else 0.0  # fp16's least step
+    return found.value, rtol * finite + atol * found.size + summed * found.bent + least
+
+
+def expected(subject: Subject, given: Mapping[str, Any]) -> dict[str, Bounded]:
+    """The definition's out and lse."""
+    dtype = str(given["q"].dtype).removeprefix("torch.")
+    wide = "float64" if dtype == "float64" else "float32"
+    parts = [attention(s.q, s.k, s.v, *options(given)) for s in sequences(given)]
+    return {
+        name: bounded(subject, "out", kind, Reached(*(np.concatenate(x) for x in zip(*found, strict=True))))
+        for name, kind, found in zip(("out", "lse"), (dtype, wide), zip(*parts, strict=True), strict=True)
+    }
+
+
+def expected_gradients(subject: Subject, given: Mapping[str, Any], up: Mapping[str, Any]) -> dict[str, Bounded]:
+    """Those of q, k, v (keys in rows) and sinks, for upstream gradients of out and lse."""
+    zeros = {"out": np.zeros(given["q"].shape), "lse": np.zeros(given["q"].shape[:2])}
+    g, g_lse = (np.broadcast_to(up.get(n, zero), zero.shape) for n, zero in zeros.items())
+    totals = {n: Reached(*(np.zeros(given[n].shape) for _ in range(3))) for n in GRADED if given.get(n) is not None}
+    for s in sequences(given):
+        found = attention_gradients(s.q, s.k, s.v, *options(given), g[s.rows], g_lse[s.rows])
+        for name, place, one in zip(GRADED, (s.rows, s.keys, s.keys, slice(None)), found, strict=True):
+            if one is not None and not (name in "kv" and given.get("page_table") is not None):
+                for total, part in zip(totals[name], one, strict=True):
+                    total[place] += part
+    found = {}
+    for name, total in totals.items():  # those of fp32 sinks come from a rounded out, and are rounded themselves
+        kinds = {str(given[n].dtype).removeprefix("torch.") for n in ("q", name)}
+        bounds = [bounded(subject, "grad", kind, total) for kind in kinds]
+        found[name] = total.value, np.maximum.reduce([allowed for _, allowed in bounds])
+    return found
+
+
+def judged(subject: Subject, given: Mapping[str, Any]) -> Any:
+    """The result of a call, which is within the bound of the definition."""
+    made = subject(**given)
+    wide = torch.float64 if given["q"].dtype == torch.float64 else torch.float32
+    for name, dtype in (("out", given["q"].dtype), ("lse", wide)):
+        x = getattr(made, name)
+        within(subject, "out", x, *expected(subject, given)[name], name=name)
+        require(x.dtype == dtype, f"{name} of {given['q'].dtype} is {x.dtype}")
+    return made
+
+
+@attack(
+    "AT-01",
+    cases,
+    examples=(
+        Attend(((40, 1100), (1, 1025)), (2, 1), 16, 1, page=16),  # more than one chunk of keys
+        Attend(((1, 700), (2, 64)), (8, 2), 128, 2, "bfloat16", page=16, window=130),
+        Attend(((100, 100), (30, 30)), (4, 1), 64, 3, "float16", softcap=50.0, sinks=True),
+        Attend(((9, 9),), (2, 2), 256, 4, "bfloat16"),
+    ),
+)
+def the_definition_in_float64(subject: Subject, case: Attend) -> None:
+    """Both results."""
+    if case.dtype in subject.dtypes:
+        judged(subject, case.arguments(subject))
+
+
+@attack("AT-02", small)
+def one_key_gives_its_value(subject: Subject, case: Attend) -> None:
+    """The first query of a prompt, and a cache of one key."""
+    given = replace(case, lengths=((3, 3), (1, 1)), sinks=False, causal=True).arguments(subject)
+    made = judged(subject, given)
+    each = case.heads[0] // case.heads[1]
+    same_bits("out", made.out[[0, 3]], given["v"][[0, 3]].repeat_interleave(each, 1), "beside the only value")
+
+
+@attack("AT-03", small)
+def no_key_gives_nothing(subject: Subject, case: Attend) -> None:
+    """No keys at all, queries before the first key, rows of no sequence: 0, and gradients of 0."""
+    given = replace(case, lengths=((2, 0), (4, 2)), causal=True, spare=3).arguments(subject)
+    if "grad" in subject.claims:
+        given["q"].requires_grad_()
+    made, lonely = subject(**given), [0, 1, 2, 3, 6, 7, 8]
+    empty = torch.full_like(made.lse[lonely], -torch.inf)
+    lse = given["sinks"].to(empty.dtype).expand_as(empty) if "sinks" in given else empty
+    same_bits("out", made.out[lonely].detach(), torch.zeros_like(made.out[lonely]), "of queries without keys")
+    within(subject, "out", made.lse[lonely], plain(lse, "lse"), 1e-5 * plain(lse.abs(), "lse"), name="lse")
+    if "grad" in subject.claims:
+        (grad,) = torch.autograd.grad(made.out.sum(), given["q"])
+        same_bits("gradient of q", grad[lonely], torch.zeros_like(grad[lonely]), "of queries without keys")
+
+
+@attack("AT-04", lambda s: cases(s).map(lambda c: replace(c, lengths=((3, 5), (2, 70), (4, 4)), sinks=False)))
+def sequences_are_apart(subject: Subject, case: Attend) -> None:
+    """NaN and infinities in all that the second sequence has; in pages, also behind the last key of each."""
+    rows = replace(case, page=0, dtype=subject.dtypes[0]).arguments(subject)
+    poisoned = {n: rows[n].clone() for n in ("q", "k", "v")}
+    for value in (torch.nan, torch.inf):
+        poisoned["q"][3:5] = poisoned["k"][5:75] = poisoned["v"][5:75] = value
+        others = [0, 1, 2, 5, 6, 7, 8]
+        for page in {0, case.page if "paged" in subject.claims else 0}:
+            pair = [{**rows}, {**rows, **poisoned}]
+            if page:
+                pair = [in_pages(x, page, case.seed, fill) for x, fill in zip(pair, (0.0, value), strict=True)]
+            want, made = (subject(**x) for x in pair)
+            for name in ("out", "lse"):
+                found = getattr(made, name)
+                same_bits(name, found[others], getattr(want, name)[others], f"beside a sequence of {value}")
+
+
+@attack("AT-05", lambda s: in_rows(s).map(lambda c: replace(c, causal=True)))
+def later_keys_change_nothing(subject: Subject, case: Attend) -> None:
+    """Those after a position, of other and of huge values; in a prompt and behind a cache."""
+    given = replace(case, lengths=((70, 70), (5, 40))).arguments(subject)
+    want = subject(**given)
+    for rows, keys in (((0, 4), (4, 70)), ((0, 64), (64, 70)), ((0, 65), (65, 70)), ((70, 73), (108, 110))):
+        changed = {n: given[n].clone() for n in "kv"}
+        changed["k"][slice(*keys)] *= 100
+        changed["v"][slice(*keys)] = 1000
+        made = subject(**{**given, **changed})
+        for name in ("out", "lse"):
+            found, before = (getattr(x, name)[slice(*rows)] for x in (made, want))
+            same_bits(name, found, before, f"with other keys behind row {rows[1] - 1}")
+
+
+@attack("AT-06", in_rows)
+def pages_are_rows_in_another_place(subject: Subject, case: Attend) -> None:
+    """Pages of one key, of a few, of more than there are; int64 tables."""
+    given = case.arguments(subject)
+    want = subject(**given)
+    for page in (1, 4, 16, 100):
+        paged = in_pages(given, page, case.seed)
+        for kind in (torch.int32, torch.int64):
+            paged |= {n: paged[n].to(kind) for n in ("page_table", "seqused_k", "cu_q")}
+            made = judged(subject, paged)
+            if "batch_invariant" in subject.claims:
+                same_results(made, want, f"in pages of {page}")
+
+
+@attack("AT-07", small)
+def a_page_that_is_none_is_nan(subject: Subject, case: Attend) -> None:
+    """Beyond the pages, and negative; queries that do not see it stay."""
+    paged = in_pages(replace(case, lengths=((5, 5), (2, 4)), causal=True, window=None).arguments(subject), 2, case.seed)
+    want = subject(**paged)
+    for page in (paged["k"].shape[0], -1, 2**30):
+        table = paged["page_table"].clone()
+        table[0, 1] = page  # keys 2 and 3 of the first sequence
+        made = subject(**{**paged, "page_table": table})
+        seen, others = [2, 3, 4], [0, 1, 5, 6]
+        require(bool(made.out[seen].isnan().all()), f"queries that see page {page} get numbers")
+        for name in ("out", "lse"):
+            same_bits(name, getattr(made, name)[others], getattr(want, name)[others], f"beside a page {page}")
+
+
+@attack("AT-08", in_rows)
+def the_window_ends_at_the_query(subject: Subject, case: Attend) -> None:
+    """As long as the sequences; longer; of one key."""
+    only = replace(case, lengths=((70, 70), (3, 70)), causal=True, window=None, sinks=False, spare=0)
+    given = only.arguments(subject)
+    want = subject(**given)
+    for window in (70, 2**31):
+        same_results(subject(**given, window=window), want, f"with a window of {window}")
+    own = torch.cat([given["v"][:70], given["v"][137:]]).repeat_interleave(case.heads[0] // case.heads[1], 1)
+    same_bits("out", judged(subject, {**given, "window": 1}).out, own, "with a window of 1")
+
+
+@attack("AT-09", in_rows)
+def the_softcap_bounds_scores(subject: Subject, case: Attend) -> None:
+    """Of scores that are far beyond it."""
+    given = replace(case, size="large", sinks=False, scale=5.0).arguments(subject)
+    for cap in (1.0, 30.0):
+        made = judged(subject, {**given, "softcap": cap})
+        most = cap + np.log(max(n for _, n in case.lengths) or 1)
+        require(bool((made.lse <= most * 1.0001).all()), f"lse is above {most}, with a softcap of {cap}")
+
+
+@attack("AT-10", in_rows)
+def the_sink_takes_its_share(subject: Subject, case: Attend) -> None:
+    """Of minus infinity: the bits without. A huge one takes all."""
+    given = replace(case, sinks=False).arguments(subject)
+    want, flat = subject(**given), torch.zeros(case.heads[0], device=given["q"].device)
+    same_results(subject(**given, sinks=flat - torch.inf), want, "with a sink of -inf")
+    made = subject(**given, sinks=flat + 30000.0)
+    require(not made.out.any(), "keys have a share beside a huge sink")
+    require(bool((made.lse == 30000).all()), "lse is not the huge sink")
+
+
+@attack(
+    "AT-11",
+    lambda s: cases(s).map(lambda c: replace(c, page=0)),
+    examples=(Attend(((130, 130), (65, 200)), (4, 2), 64, 5, "bfloat16", sinks=True),),
+)
+def gradients_match_float64(subject: Subject, case: Attend) -> None:
+    """From out alone, from lse alone, from both."""
+    if case.dtype not in subject.dtypes:
+        return
+    given = case.arguments(subject)
+    leaf = {n: given[n].requires_grad_() for n in GRADED if n in given}
+    made = subject(**given)
+    up = {n: draw.normal(x.shape, case.seed + 9 + len(n), subject.device).to(x.dtype) for n, x in _results(made)}
+    up["lse"] = torch.where(made.lse.isneginf(), 0.0, up["lse"])
+    for some in (("out",), ("lse",), ("out", "lse")):
+        grads = torch.autograd.grad(
+            [getattr(made, n) for n in some], list(leaf.values()), [up[n] for n in some], retain_graph=True
+        )
+        want = expected_gradients(subject, given, {n: plain(up[n], n) for n in some})
+        for (name, x), grad in zip(leaf.items(), grads, strict=True):
+            within(subject, "grad", grad, *want[name], name=f"gradient of {name} from {' and '.join(some)}")
+            require(grad.dtype == x.dtype, f"the gradient of {name} is {grad.dtype}")
+
+
+def _results(made: Any) -> list[tuple[str, Tensor]]:
+    return [("out", made.out), ("lse", made.lse)]
+
+
+@attack("AT-12", small, scale=0.2)
+def no_queries_give_empty_results(subject: Subject, case: Attend) -> None:
+    """No sequence, and one that asks nothing of its keys."""
+    for lengths in ((), ((0, 3),), ((0, 0), (0, 0))):
+        given = replace(case, lengths=lengths, spare=0).arguments(subject)
+        keys = {n: given[n].requires_grad_("grad" in subject.claims) for n in "kv"}
+        made = subject(**given)
+        require(made.out.shape == given["q"].shape, f"out is {list(made.out.shape)}, not {list(given['q'].shape)}")
+        require(made.lse.shape == given["q"].shape[:2], f"lse is {list(made.lse.shape)}")
+        if made.out.requires_grad:
+            for name, grad in zip("kv", torch.autograd.grad(made.out.sum(), list(keys.values())), strict=True):
+                same_bits(f"gradient of {name}", grad, torch.zeros_like(keys[name]), "that no query sees")
+
+
+@attack(
+    "AT-16",
+    lambda s: cases(s).map(lambda c: replace(c, causal=True, size="normal", D=min(c.D, 64))),
+    examples=(
+        Attend(((80, 1080),), (2, 1), 16, 1, page=16),
+        Attend(((130, 130),), (8, 2), 128, 2, "bfloat16", page=16),
+        Attend(((129, 129),), (2, 2), 64, 3, "float16", window=70, sinks=True),
+    ),
+)
+def a_query_is_the_same_everywhere(subject: Subject, case: Attend) -> None:
+    """One sequence: as a prompt, in parts, token by token, all tokens side by side, in pages, among others."""
+    if case.dtype not in subject.dtypes:
+        return
+    m, n = case.lengths[0] if len(case.lengths) == 1 else (70, 70)
+    whole = replace(case, lengths=((m, n),), spare=0, page=0).arguments(subject)
+    want = subject(**whole)
+
+    def part(first: int, last: int) -> dict[str, Any]:
+        """Queries of a sequence that has the keys up to the last of them."""
+        known, place = n - m + last, whole["q"].device
+        some = {"q": whole["q"][first:last], "k": whole["k"][:known], "v": whole["v"][:known]}
+        return {**whole, **some, "cu_q": offsets([last - first], place), "cu_k": offsets([known], place)}
+
+    def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+        tensors = {n: torch.cat([p[n] for p in parts]) for n in ("q", "k", "v")}
+        counts = {n: torch.cat([p[n].diff() for p in parts]).tolist() for n in ("cu_q", "cu_k")}
+        return {**whole, **tensors, **{n: offsets(c, whole["q"].device) for n, c in counts.items()}}
+
+    def compare(given: dict[str, Any], places: list[slice], rows: list[slice], when: str) -> None:
+        ways = [given]
+        if case.page and "paged" in subject.claims:
+            ways.append(in_pages(given, case.page, case.seed))
+        for way in ways:
+            made = subject(**way)
+            for at, mine in zip(places, rows, strict=True):
+                for name in ("out", "lse"):
+                    same_bits(name, getattr(made, name)[at], getattr(want, name)[mine], when)
+
+    everything = slice(0, m)
+    compare(whole, [everything], [everything], "in pages")
+    for cut in sorted({1, m // 3, min(m - 1, 64), m - 1} - {0}):
+        for first, last in ((0, cut), (cut, m)):
+            compare(part(first, last), [everything], [slice(first, last)], f"in parts cut at {cut}")
+    borders = {at - (n - m) for at in (0, 1, 63, 64, 1023, 1024)} | {0, m // 2, m - 1}
+    tokens = sorted(t for t in borders if 0 <= t < m)
+    for t in tokens[1:3]:
+        compare(part(t, t + 1), [everything], [slice(t, t + 1)], "alone behind its cache")
+    each = joined([part(t, t + 1) for t in tokens])
+    places = [slice(i, i + 1) for i in range(len(tokens))]
+    compare(each, places, [slice(t, t + 1) for t in tokens], "side by side behind their caches")
+    filler = replace(case, lengths=((7, 40), (3, 3), (0, 2)), seed=case.seed + 50, spare=0, page=0).arguments(subject)
+    crowd = joined([filler, whole, filler])
+    compare(crowd, [slice(10, 10 + m)], [everything], "among other sequences")
+    if "grad" in subject.claims:
+        alone = _gradients(subject, whole, everything, slice(0, n), case.seed)
+        among = _gradients(subject, crowd, slice(10, 10 + m), slice(45, 45 + n), case.seed)
+        same_results(among, alone, "among other sequences")
+
+
+def _gradients(subject: Subject, given: Mapping[str, Any], rows: slice, keys: slice, seed: int) -> dict[str, Tensor]:
+    """Of one sequence's q, k and v, upstream gradients drawn for it and 1 for the others."""
+    leaf = {n: given[n].detach().clone().requires_grad_() for n in ("q", "k", "v")}
+    made = subject(**{**given, **leaf})
+    up = torch.ones_like(made.out)
+    up[rows] = draw.normal(made.out[rows].shape, seed + 9, subject.device).to(up.dtype)
+    d_q, d_k, d_v = torch.autograd.grad(made.out, list(leaf.values()), up)
+    return {"d_q": d_q[rows], "d_k": d_k[keys], "d_v": d_v[keys]}
+
+
+derive(
+    "attention",
+    lambda s, c: c.arguments(s),
+    inputs_untouched=small,
+    determinism=in_rows,
+    capture=small,
+)
