@@ -29,16 +29,22 @@ def observed(operator: str, given: dict[str, Any]) -> str:
 def results(operator: str, given: dict[str, Any]) -> str:
     """Results, and gradients of their sum where there are any."""
     wanted = {}
-    if operator != "quantize":  # a weight that asks for a gradient is refused
-        for name in OPERATORS[operator].differentiable:
-            if isinstance(given.get(name), Tensor):
-                wanted[name] = given[name].clone().requires_grad_()
+    for name in OPERATORS[operator].differentiable:
+        if isinstance(given.get(name), Tensor) and name not in refused_with_gradient(operator, given):
+            wanted[name] = given[name].clone().requires_grad_()
     result = getattr(rlk, operator)(**(given | wanted))
     total = sum(t.nan_to_num().sum() for t in tensors(result) if t.requires_grad)
     gradients: tuple[Any, ...] = ()
     if isinstance(total, Tensor):
         gradients = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
     return text(result) + text(gradients)
+
+
+def refused_with_gradient(operator: str, given: dict[str, Any]) -> tuple[str, ...]:
+    """Arguments that are refused where they ask for a gradient."""
+    if operator == "attention" and given.get("page_table") is not None:
+        return "k", "v"
+    return ("weight",) if operator == "quantize" else ()
 
 
 def tensors(value: Any) -> list[Tensor]:

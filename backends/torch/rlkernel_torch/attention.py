@@ -98,7 +98,7 @@ class _Tiles(NamedTuple):
 
 def _tiles(cu: Tensor, rows: int, height: int) -> _Tiles:
     """Tiles of rows that `cu` [B + 1] gives to sequences, and of those after the last as one sequence more."""
-    bounds = torch.cat([cu.long(), cu.new_full((1,), rows, dtype=torch.int64)])
+    bounds = torch.cat([_within(cu, rows), cu.new_full((1,), rows, dtype=torch.int64)])
     count = rows // height + cu.shape[0]
     filled = -(-count // BLOCK) * BLOCK
     first = bounds // height + torch.arange(bounds.shape[0], device=cu.device)  # the first tile of each sequence
@@ -112,6 +112,11 @@ def _tiles(cu: Tensor, rows: int, height: int) -> _Tiles:
     inner = at - bounds[of]
     of_row = (first[of] + inner // height) * height + inner % height
     return _Tiles(sequence, local, torch.where(there, row, 0), there, of_row)
+
+
+def _within(cu: Tensor, rows: int) -> Tensor:
+    """Offsets that lead to no row which is not there."""
+    return cu.long().clamp(0, rows)
 
 
 class _Keys(NamedTuple):
@@ -133,12 +138,12 @@ class _Keys(NamedTuple):
 
 def _keys(call: AttentionCall) -> _Keys:
     none = call.cu_q.new_zeros(1, dtype=torch.int64)
-    queries = torch.cat([call.cu_q.long().diff(), none])
+    queries = torch.cat([_within(call.cu_q, call.q.shape[0]).diff(), none])
     if call.page_table is None or call.seqused_k is None:
-        cu = (call.cu_q if call.cu_k is None else call.cu_k).long()
+        cu = _within(call.cu_q if call.cu_k is None else call.cu_k, call.k.shape[0])
         return _Keys(call.k, call.v, torch.cat([cu.diff(), none]), queries, torch.cat([cu[:-1], none]), None, 1)
     table = torch.cat([call.page_table.long(), call.page_table.new_zeros(1, call.page_table.shape[1])])
-    count = torch.cat([call.seqused_k.long(), none])
+    count = torch.cat([_within(call.seqused_k, call.page_table.shape[1] * call.k.shape[1]), none])
     k, v = (x.reshape(-1, *x.shape[2:]) for x in (call.k, call.v))
     return _Keys(k, v, count, queries, None, table, call.k.shape[1])
 
@@ -306,7 +311,7 @@ def _gradients_of_keys(call: AttentionCall, rows: _Rows) -> tuple[Tensor, Tensor
     """Tiles of keys beside tiles of as many queries of their sequence, in the order of positions."""
     cu_k = call.cu_q if call.cu_k is None else call.cu_k
     keys, tiles = _keys(call), _tiles(cu_k, call.k.shape[0], KEYS)
-    starts = torch.cat([call.cu_q.long()[:-1], call.cu_q.new_zeros(1, dtype=torch.int64)])
+    starts = torch.cat([_within(call.cu_q, call.q.shape[0])[:-1], call.cu_q.new_zeros(1, dtype=torch.int64)])
     Hk, D = call.k.shape[1:]
     heads = call.q.shape[1] // Hk
     found: tuple[list[Tensor], list[Tensor]] = ([], [])

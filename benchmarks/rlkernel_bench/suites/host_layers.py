@@ -1,6 +1,6 @@
 """The calls of the suite `host` that a model's layers make.
 
-Legend: M rows of K times N of these, N rows of D, or T tokens of H query heads of D and one of keys.
+Legend: M rows of K times N of these, N rows of D, or T tokens of H query heads of D and fewer of keys.
 """
 
 from __future__ import annotations
@@ -23,6 +23,12 @@ def _rotated(given: Inputs) -> Outputs:
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
     return {"q": turned(given["q"]), "k": turned(given["k"])}
+
+
+def _attended(given: Inputs) -> Outputs:
+    q, k, v = (given[n].transpose(0, 1)[None] for n in ("q", "k", "v"))
+    out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return {"out": out[0].transpose(0, 1)}
 
 
 LAYERS: Final = (
@@ -62,6 +68,20 @@ LAYERS: Final = (
         _rotated,
         "index, slices, multiply, add, concatenate, twice",
         wanted=("q",),
+        dtype="bfloat16",
+    ),
+    Case(
+        "attention",
+        {"T": 16, "H": 4, "D": 64},
+        lambda draw: {
+            **{n: draw.normal(16, heads, 64, dtype="bfloat16") for n, heads in (("q", 4), ("k", 2), ("v", 2))},
+            "cu_q": torch.tensor([0, 16], dtype=torch.int32, device=draw.device),
+        },
+        lambda op, g: op(g["q"], g["k"], g["v"], cu_q=g["cu_q"]),
+        lambda r: {"out": r.out},
+        _attended,
+        "three transposes, scaled_dot_product_attention, a transpose",
+        wanted=("q", "k", "v"),
         dtype="bfloat16",
     ),
     Case(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlkernel_conformance.clauses.attention import Bounded, expected, expected_gradients, in_pages, offsets
+from rlkernel_conformance.attention_calls import Bounded, expected, expected_gradients, in_pages, offsets
 from rlkernel_conformance.spaces.layouts import ANY, SAME_VALUES
 from rlkernel_conformance.spaces.modes import GRADLESS
 from rlkernel_conformance.spaces.space import Argument, Given, Point, Rule, Space, Want, claimed
