@@ -86,6 +86,7 @@ def test_a_limit_makes_the_exit_code(cli) -> None:
 def test_what_cannot_be_measured_is_told(cli, tmp_path) -> None:
     assert "float32, bfloat16" in cli("agree", "--dtype", "int8").stderr
     assert "--invariant is of the built-in" in cli("agree", str(tmp_path), "--invariant").stderr
+    assert "--exact is of a model of transformers" in cli("agree", "--exact").stderr
 
 
 def test_a_model_of_transformers_with_random_weights_and_saved(cli, tmp_path) -> None:
@@ -96,10 +97,12 @@ def test_a_model_of_transformers_with_random_weights_and_saved(cli, tmp_path) ->
     path = tmp_path / "model"
     saved = answer(cli("agree", str(path), "--tokens", "4", "--json"))
     assert 0 <= saved["drift"]["max"] < 1e-4
+    exact = answer(cli("agree", str(path), "--exact", "--tokens", "4", "--json"))
+    assert (exact["drift"]["equal"], exact["hidden"], exact["first"]) == (1.0, 0.0, None)
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
     fresh = answer(cli("agree", str(tmp_path / "config.json"), "--tokens", "4", "--json"))
     assert "random weights" in fresh["model"]
-    assert "no config.json" in cli("agree", str(tmp_path / "nowhere")).stderr
+    assert "nowhere does not exist" in cli("agree", str(tmp_path / "nowhere")).stderr
     shaped = json.loads((path / "config.json").read_text()) | {"logit_scale": 0.5}
     (tmp_path / "config.json").write_text(json.dumps(shaped))
     assert "logit_scale in the configuration" in cli("agree", str(tmp_path / "config.json")).stderr

@@ -169,13 +169,13 @@ def sequences(given: Mapping[str, Any]) -> Iterator[Sequence]:
         yield Sequence(slice(start, end), mine, q[start:end], *some)
 
 
-def options(given: Mapping[str, Any]) -> tuple[Any, ...]:
+def options(given: Mapping[str, Any]) -> tuple[float, bool, int | None, float | None, Any]:
     """What the definition takes beside the tensors of a sequence."""
     scale = given.get("scale")
     sinks = None if given.get("sinks") is None else plain(given["sinks"], "sinks")
     width = given["q"].shape[-1] ** -0.5
     masks = given.get("causal", True), given.get("window"), given.get("softcap")
-    return (width if scale is None else scale, *masks, sinks)
+    return width if scale is None else scale, *masks, sinks
 
 
 Bounded = tuple[Any, Any]  # values, and how far a result may be
@@ -212,9 +212,9 @@ def expected_gradients(subject: Subject, given: Mapping[str, Any], up: Mapping[s
             if one is not None and not (name in "kv" and given.get("page_table") is not None):
                 for total, part in zip(totals[name], one, strict=True):
                     total[place] += part
-    found = {}
-    for name, total in totals.items():  # those of fp32 sinks come from a rounded out, and are rounded themselves
+    bounds = {}
+    for name, reached in totals.items():  # those of fp32 sinks come from a rounded out, and are rounded themselves
         kinds = {str(given[n].dtype).removeprefix("torch.") for n in ("q", name)}
-        bounds = [bounded(subject, "grad", kind, total) for kind in kinds]
-        found[name] = total.value, np.maximum.reduce([allowed for _, allowed in bounds])
-    return found
+        allowed = [bounded(subject, "grad", kind, reached)[1] for kind in kinds]
+        bounds[name] = reached.value, np.maximum.reduce(allowed)
+    return bounds

@@ -124,7 +124,7 @@ class _Keys(NamedTuple):
 
     k: Tensor  # [rows, Hk, D]
     v: Tensor
-    count: Tensor  # [B + 1]
+    counts: Tensor  # [B + 1]
     queries: Tensor  # [B + 1]
     first: Tensor | None  # [B + 1] row of the first key, without pages
     table: Tensor | None  # [B + 1, P]
@@ -168,7 +168,7 @@ class _Block(NamedTuple):
 def _seen(call: AttentionCall, keys: _Keys, block: _Block, start: int) -> _Seen:
     """Keys `start` and on of each tile's sequence, and who sees them."""
     key = torch.arange(start, start + KEYS, device=call.q.device)
-    held = key < keys.count[block.sequence][:, None]  # [BLOCK, KEYS]
+    held = key < keys.counts[block.sequence][:, None]  # [BLOCK, KEYS]
     seen = held[:, None, :] & block.there[..., None]
     if call.causal:
         seen = seen & (key <= block.at[..., None])
@@ -204,12 +204,13 @@ def _gathered(x: Tensor, rows: Tensor, there: Tensor) -> Tensor:
     """Rows [BLOCK, m] of x [T, ...] in fp32, 0 where there is none: a product with 0 would let a NaN through."""
     if not x.shape[0]:
         return x.new_zeros(*rows.shape, *x.shape[1:], dtype=accumulator(x))
-    return torch.where(there.view(*there.shape, *(1,) * (x.dim() - 1)), x[rows].to(accumulator(x)), 0.0)
+    some: Tensor = x[rows]
+    return torch.where(there.view(*there.shape, *(1,) * (x.dim() - 1)), some.to(accumulator(x)), 0.0)
 
 
 def _taken(x: Tensor, rows: Tensor, there: Tensor, Hk: int) -> Tensor:
     """Rows [BLOCK, m] of x [T, Hq, ...] as [z, m E, ...]."""
-    tiles = _gathered(x, rows, there).unflatten(2, (Hk, -1))  # [BLOCK, m, Hk, E, ...]
+    tiles: Tensor = _gathered(x, rows, there).unflatten(2, (Hk, -1))  # [BLOCK, m, Hk, E, ...]
     return tiles.transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
 
@@ -226,14 +227,15 @@ def _query_blocks(call: AttentionCall, keys: _Keys, tiles: _Tiles) -> Iterator[t
     heads = call.q.shape[1] // keys.k.shape[1]
     for some in tiles.blocks():
         sequence = tiles.sequence[some]
-        at = (keys.count - keys.queries)[sequence][:, None] + tiles.local[some]
+        at = (keys.counts - keys.queries)[sequence][:, None] + tiles.local[some]
         yield some, _Block(sequence, at, tiles.there[some], heads)
 
 
 def _untiled(call: AttentionCall, parts: list[Tensor], tiles: _Tiles) -> Tensor:
     """Results of blocks, each [z, r, ...], as rows [T, Hq, ...]."""
     Hk = call.k.shape[-2]
-    whole = torch.cat(parts).unflatten(0, (-1, Hk)).unflatten(2, (QUERIES, -1))  # [n, Hk, QUERIES, E, ...]
+    n, E = len(parts) * BLOCK, parts[0].shape[1] // QUERIES
+    whole = torch.cat(parts).view(n, Hk, QUERIES, E, *parts[0].shape[2:])
     rows = whole.transpose(1, 2).flatten(0, 1).flatten(1, 2)  # [n QUERIES, Hq, ...]
     return rows.index_select(0, tiles.of_row)
 
@@ -324,7 +326,7 @@ def _gradients_of_keys(call: AttentionCall, rows: _Rows) -> tuple[Tensor, Tensor
             for first in range(0, call.q.shape[0], KEYS):
                 local = torch.arange(first, first + KEYS, device=k.device)
                 mine = local < keys.queries[sequence][:, None]  # [BLOCK, KEYS]
-                at = (keys.count - keys.queries)[sequence][:, None] + local
+                at = (keys.counts - keys.queries)[sequence][:, None] + local
                 seen = mine[..., None] & there[:, None, :]
                 if call.causal:
                     seen = seen & (key[:, None, :] <= at[..., None])

@@ -61,7 +61,8 @@ def arguments(subject: Subject, point: Point) -> Given:
     if point["sinks"]:
         given["sinks"] = drawn(Hq).to(dtype)
     mask, _, width = point["mask"].partition(" ")
-    given |= {"all": {"causal": False}, "window": {"window": int(width or 1)}}.get(mask, {})
+    masks: dict[str, Given] = {"causal": {}, "all": {"causal": False}, "window": {"window": int(width or 1)}}
+    given |= masks[mask]
     given |= {n: point[n] for n in ("softcap", "scale") if point[n] is not None}
     return {n: x.to(subject.device) if isinstance(x, torch.Tensor) else x for n, x in given.items()}
 

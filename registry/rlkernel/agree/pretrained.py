@@ -13,6 +13,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+import rlkernel as rlk
 from rlkernel_core.errors import ConfigError, HostError
 from rlkernel_core.paths import missing
 
@@ -48,11 +49,15 @@ class Pretrained:
         return hidden
 
 
-def pretrained(path: Path, *, seed: int = 0, dtype: torch.dtype | None = None, device: str = "cpu") -> Pretrained:
+def pretrained(
+    path: Path, *, seed: int = 0, dtype: torch.dtype | None = None, device: str = "cpu", exact: bool = False
+) -> Pretrained:
     """A model of a local folder; with random weights where the folder has none, or where `path` is a config.json.
 
+    With `exact` it runs by `rlkernel.exact`.
+
     Raises:
-        HostError: transformers is not installed.
+        HostError: transformers is not installed; or as `rlkernel.exact`.
         ConfigError: no configuration there, or a head that does more than a product and a bias.
     """
     if not path.exists():
@@ -70,9 +75,13 @@ def pretrained(path: Path, *, seed: int = 0, dtype: torch.dtype | None = None, d
     if shaped:
         raise ConfigError(f"{path}: {', '.join(shaped)} in the configuration; such heads are not measured yet")
     if path.is_dir() and any(found for kind in WEIGHTS for found in path.glob(kind)):
-        model = auto.from_pretrained(path, local_files_only=True, dtype=dtype or torch.float32)
-        return Pretrained(str(path), model.to(device))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = auto.from_config(config, dtype=dtype or torch.float32)
-    return Pretrained(f"{path}, random weights", model.to(device))
+        model, name = auto.from_pretrained(path, local_files_only=True, dtype=dtype or torch.float32), str(path)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = auto.from_config(config, dtype=dtype or torch.float32)
+        name = f"{path}, random weights"
+    model = model.to(device)
+    if exact:
+        rlk.exact(model)
+    return Pretrained(f"{name}, exact" if exact else name, model)

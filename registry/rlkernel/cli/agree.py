@@ -22,8 +22,9 @@ EXAMPLES: Final = (
     ("rlkernel agree --invariant --score linear_logprob --limit 0", "batch invariant on both sides: equal to the bit"),
     ("rlkernel agree --trainer torch --output rlkernel.lock", "another order on one side; pin both"),
     ("rlkernel agree runs/checkpoint --dtype bfloat16", "a model of save_pretrained, by transformers"),
+    ("rlkernel agree runs/checkpoint --exact", "the same by operators of exact bits: zero, or the first that differs"),
 )
-EXITS: Final = {0: "measured, and within --limit", 1: "the drift is beyond --limit"}
+EXITS: Final = {0: "measured, and within --limit", 1: "the drift is beyond --limit, or not zero with --exact"}
 
 
 def command(
@@ -39,10 +40,16 @@ def command(
         str | None, typer.Option(metavar="NAMES", help="Order of backends of the trainer; default the configured one.")
     ] = None,
     score: Annotated[
-        str, typer.Option(metavar="NAME", help="The rollout's log-probability: of the sampler, or linear_logprob's.")
-    ] = "sampler",
+        str,
+        typer.Option(
+            metavar="NAME", help="The rollout's log-probability: of the sampler, or linear_logprob's, as --exact."
+        ),
+    ] = "",
     invariant: Annotated[
         bool, typer.Option("--invariant", help="Our decoder computes token by token what it computes at once.")
+    ] = False,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="MODEL by rlkernel.exact; the first module that differs is named.")
     ] = False,
     sequences: Annotated[int, typer.Option(min=1, help="Sequences drawn together.")] = 8,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 8,
@@ -66,7 +73,7 @@ def command(
     programs, and the difference is an error in every importance ratio. The
     head's kernels alone are told apart from the rest of the model.
     """
-    from rlkernel.agree import builtin, measure
+    from rlkernel.agree import measure
     from rlkernel.agree.sides import SCORES
     from rlkernel.probe import device_here
 
@@ -74,18 +81,14 @@ def command(
     drawn, scored = backends_named(rollout, "--rollout"), backends_named(trainer, "--trainer")
     for order in (drawn, scored):
         policy.use(*order)  # an error before anything is drawn
+    score = score or ("linear_logprob" if exact else "sampler")
     if score not in SCORES:
         raise UnknownNameError("score", score, SCORES)
     if output is not None:
         to_write(output, "--output", force=force)
-    if model is None:
-        subject: Any = builtin(seed=seed, invariant=invariant, dtype=kind, device=where, context=_room(prompt + tokens))
-    elif invariant:
-        raise ConfigError("--invariant is of the built-in decoder; leave MODEL or --invariant away")
-    else:
-        from rlkernel.agree.pretrained import pretrained
-
-        subject = pretrained(model, seed=seed, dtype=kind, device=where)
+    subject = _subject(
+        model, exact=exact, invariant=invariant, seed=seed, dtype=kind, device=where, room=prompt + tokens
+    )
     found = measure(
         subject,
         rollout=drawn,
@@ -97,19 +100,47 @@ def command(
         temperature=temperature,
         seed=seed,
     )
+    parted = _parted(subject, found, prompt + tokens, seed) if exact else None
     if output is not None:
         lock.write(output, (*found.rollout, *found.trainer))
     if json:
-        print_json({**found.as_dict(), "lock": str(output) if output else None})
+        print_json({**found.as_dict(), "lock": str(output) if output else None, "first": parted})
     else:
         _print(found, output)
+    if parted is not None:
+        typer.echo(f"not exact: {parted}", err=True)
+        raise typer.Exit(1)
     if limit is not None and found.drift.max > limit:
         typer.echo(f"the drift is beyond the limit: {found.drift.max:.3g} > {limit:.3g}", err=True)
         raise typer.Exit(1)
 
 
-def _room(length: int) -> int:
-    return 1 << (length - 1).bit_length()
+def _subject(model: Path | None, *, exact: bool, invariant: bool, room: int, **more: Any) -> Any:
+    """The model that both sides run; `room` is the length of its longest sequence."""
+    from rlkernel.agree import builtin
+
+    if model is None and exact:
+        raise ConfigError("--exact is of a model of transformers; name one, or use --invariant for ours")
+    if model is None:
+        return builtin(invariant=invariant, context=1 << (room - 1).bit_length(), **more)
+    if invariant:
+        raise ConfigError("--invariant is of the built-in decoder; leave MODEL or --invariant away")
+    from rlkernel.agree.pretrained import pretrained
+
+    return pretrained(model, exact=exact, **more)
+
+
+def _parted(subject: Any, found: Agreement, length: int, seed: int) -> str | None:
+    """What is the first to have other bits; None where all log-probabilities are equal."""
+    if found.drift.equal == 1.0:
+        return None
+    import torch
+
+    from rlkernel.agree.first import first_difference
+
+    ids = torch.randint(subject.vocab, (2, length), generator=torch.Generator().manual_seed(seed))
+    first = first_difference(subject, ids.to(subject.head.device))
+    return "hidden states have the same bits, and the head's products differ" if first is None else str(first)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -27,6 +27,7 @@ HOSTS: Final = (  # modules here, each with a `HOST`
     "openrlhf",
     "deepspeed_chat",
     "transformers",
+    "transformers_exact",
     "transformers_quant",
     "torchao",
     "sglang",

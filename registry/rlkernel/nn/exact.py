@@ -1,0 +1,92 @@
+"""Layers of a decoder by the operators whose bits do not depend on the batch.
+
+Each stands where another module stood and holds that module's own parameters: names in the state dict, optimizers and
+tied weights stay as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+import rlkernel as rlk
+from rlkernel.nn.linear import QuantLinear
+from rlkernel_core.errors import ArgumentError
+
+# torch's function -> the operator's activation
+ACTIVATIONS: Final = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELU": "gelu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+}
+
+
+class ExactLinear(torch.nn.Linear):
+    """`torch.nn.Linear` by `rlkernel.linear`."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        torch.nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
+        """`x weight^T + bias`, rounded once; `x` [..., K] gives [..., N]."""
+        result: Tensor = rlk.linear(x, self.weight, bias=self.bias)
+        return result
+
+
+class ExactQuantLinear(torch.nn.Module):
+    """`QuantLinear` by `rlkernel.linear` on the dequantized weight, which is made anew in each call."""
+
+    def __init__(self, linear: QuantLinear) -> None:
+        super().__init__()
+        if linear.lora is not None:
+            raise ArgumentError("model", "a layer with LoRA", "has no exact form yet", "Merge LoRA, or train without.")
+        self.quantized = linear
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
+        """As `ExactLinear` of `dequantize(weight)`; no gradient reaches the weight."""
+        weight = rlk.dequantize(self.quantized.weight, dtype=x.dtype)
+        result: Tensor = rlk.linear(x, weight, bias=self.quantized.bias)
+        return result
+
+
+class ExactRMSNorm(torch.nn.Module):
+    """An RMS norm by `rlkernel.rms_norm`."""
+
+    def __init__(self, weight: torch.nn.Parameter, eps: float, offset: float) -> None:
+        super().__init__()
+        self.weight, self.eps, self.offset = weight, eps, offset
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., D] -> [..., D]
+        """`x` [..., D] over its root mean square, times `offset + weight`."""
+        result: Tensor = rlk.rms_norm(x, self.weight, eps=self.eps, offset=self.offset).y
+        return result
+
+    def extra_repr(self) -> str:
+        """What print(model) shows."""
+        return f"{tuple(self.weight.shape)}, eps={self.eps}, offset={self.offset}"
+
+
+class ExactGatedMLP(torch.nn.Module):
+    """A gated MLP by `rlkernel.glu` between three products."""
+
+    def __init__(self, mlp: torch.nn.Module, activation: str) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., D] -> [..., D]
+        """`down(act(gate(x)) up(x))`, the product of both halves rounded once; `x` [..., D] gives [..., D]."""
+        halves = torch.cat([self.gate_proj(x), self.up_proj(x)], -1)  # type: ignore[operator]  # modules
+        result: Tensor = self.down_proj(rlk.glu(halves, activation=self.activation))  # type: ignore[operator]
+        return result
+
+    def extra_repr(self) -> str:
+        """What print(model) shows."""
+        return self.activation

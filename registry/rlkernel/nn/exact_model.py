@@ -1,0 +1,202 @@
+"""A decoder of transformers by operators whose bits do not depend on the batch: `rlkernel.exact(model)`.
+
+    exact = rlkernel.exact(model)           # or: with rlkernel.exact(model): ...
+    model.generate(...)                     # token by token, the bits of the whole sequence at once
+    exact.undo()
+
+Linear layers, RMS norms and gated MLPs are replaced by modules that hold the same parameters; attention goes through
+transformers' own registry. What remains transformers' are rows of an embedding, rotary angles, and additions and
+products of single elements.
+
+A model is taken whole or refused: a module that nothing here stands for is named. Afterwards its logits are compared
+with what they were, and the operators that ran are asked whether their bits may depend on the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from importlib import import_module
+from types import TracebackType
+from typing import Any, Final, Self
+
+import torch
+from torch import Tensor
+
+import rlkernel as rlk
+from rlkernel.integrations.host import registered
+from rlkernel.integrations.transformers_exact import HOST, NAME, attention_by, places
+from rlkernel.nn.exact import ACTIVATIONS, ExactGatedMLP, ExactLinear, ExactQuantLinear, ExactRMSNorm
+from rlkernel.nn.linear import QuantLinear
+from rlkernel_core.decision import Decision
+from rlkernel_core.errors import ArgumentError, HostError
+
+# Ends of the names of classes without parameters that compute nothing, or single elements.
+HARMLESS: Final = (
+    "ModuleList", "ModuleDict", "Sequential", "Identity", "Embedding", "Dropout", "RotaryEmbedding", "Attention",
+    "DecoderLayer", "Model", "ForCausalLM", *ACTIVATIONS,
+)  # fmt: skip
+OPERATORS_USED: Final = ("linear", "rms_norm", "glu", "attention")
+APART: Final = {torch.float64: 1e-9, torch.float32: 1e-3}  # of logits before and after, relative; 16 bits: 0.1
+
+
+@dataclass(eq=False)
+class Exact:
+    """A model that runs by operators whose bits do not depend on the batch."""
+
+    model: Any
+    replaced: Mapping[str, torch.nn.Module]  # path -> the module that stood there
+    attention: str  # the implementation of before
+    ran: dict[str, str] = field(default_factory=dict)  # operator -> what ran, in the comparison with what was
+
+    def undo(self) -> None:
+        """Put back what was replaced; the second time nothing is left to do."""
+        for path, module in self.replaced.items():
+            _put(self.model, path, module)
+        if self.replaced:
+            self.model.set_attn_implementation(self.attention)
+        self.replaced = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+
+def exact(model: Any, *, force: bool = False) -> Exact:
+    """Compute a decoder of transformers (Llama, Qwen, Mistral, Gemma classes) by operators of exact bits.
+
+    Args:
+        model: a causal language model of transformers with dense MLPs; quantized layers of `rlkernel.nn` may be in it.
+        force: take a version of transformers outside the window, too, if its symbols are what they were.
+
+    Returns:
+        What undoes it, by `undo()` or as a context manager.
+
+    Raises:
+        HostError: transformers is absent, of another version, or has changed; a module has no exact form, an operator
+            is chosen whose bits may depend on the batch, or the model does not compute what it did. Nothing is
+            changed then.
+        ArgumentError: `model` is no model of transformers.
+    """
+    found = HOST.require(force=force)
+    utils, masks = (import_module(f"transformers.{n}") for n in ("modeling_utils", "masking_utils"))
+    if not isinstance(model, utils.PreTrainedModel):
+        fix = "Pass what AutoModelForCausalLM.from_pretrained gives."
+        raise ArgumentError("model", type(model).__name__, "is no model of transformers", fix)
+    entry = registered(HOST, found, "AttentionInterface: rlkernel", "modules of a model")
+    utils.AttentionInterface.register(NAME, attention_by(entry.calls))
+    masks.AttentionMaskInterface.register(NAME, places)
+    made = dict(_replacements(model))
+    before = _logits(model)
+    attention = model.config._attn_implementation  # noqa: SLF001 it has no other name
+    done = Exact(model, {path: model.get_submodule(path) for path in made}, attention)
+    with ExitStack() as undoing:
+        undoing.callback(done.undo)
+        for path, module in made.items():
+            _put(model, path, module)
+        model.set_attn_implementation(NAME)
+        _judge(done, before)
+        undoing.pop_all()
+    return done
+
+
+def _put(model: Any, path: str, module: torch.nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)
+
+
+def _logits(model: Any, *, graded: bool = False) -> Tensor:
+    """Of a few tokens, [1, 7, V]."""
+    ids = torch.arange(7, device=model.device)[None] % model.config.get_text_config().vocab_size
+    training = model.training
+    try:
+        with torch.set_grad_enabled(graded):
+            found: Tensor = model.eval()(input_ids=ids, use_cache=False).logits
+    finally:
+        model.train(training)
+    return found.detach()
+
+
+def _targets(model: Any, *, graded: bool = False) -> dict[str, Decision]:
+    """What takes the calls of each operator."""
+    _logits(model, graded=graded)
+    found = {op: rlk.last_decision(op) for op in OPERATORS_USED}
+    missing = [op for op, decision in found.items() if decision is None]
+    if missing:
+        raise HostError(f"{type(model).__name__} never calls {missing[0]}: exact() knows no such decoder")
+    return {op: decision for op, decision in found.items() if decision is not None}
+
+
+def _judge(done: Exact, before: Tensor) -> None:
+    """Logits mean what they meant, and every operator that ran is one whose bits do not depend on the batch."""
+    name = type(done.model).__name__
+    apart, limit = _apart(_logits(done.model), before), APART.get(before.dtype, 0.1)
+    if not apart <= limit:
+        raise HostError(
+            f"logits of {name} are {apart:.2g} apart from what they were, and {limit:.2g} is the most that roundings "
+            "explain: something in the model is not what it was taken for. Nothing was changed"
+        )
+    rollout, trainer = _targets(done.model), _targets(done.model, graded=True)
+    with rlk.use(need=["batch_invariant"]):
+        proper = _targets(done.model)
+    for op, decision in rollout.items():
+        if decision.target != proper[op].target:
+            raise HostError(
+                f"{op} runs {decision.backend}, whose bits may depend on the batch. Nothing was changed. With "
+                f'rlkernel.configure(need=["batch_invariant"]) {proper[op].backend} runs'
+            )
+        if decision.target != trainer[op].target:
+            raise HostError(
+                f"{op} runs {decision.backend} in a rollout and {trainer[op].backend} where gradients are wanted. "
+                f'Nothing was changed. Name one of them: rlkernel.configure({op}="{trainer[op].backend}")'
+            )
+        done.ran[op] = decision.target or ""
+
+
+def _apart(found: Tensor, expected: Tensor) -> float:
+    """The norm of the difference, relative."""
+    want = expected.double()
+    return float((found.double() - want).norm() / want.norm())
+
+
+def _replacements(model: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Paths and what stands there from now on, a module before those within it."""
+    for path, module in model.named_modules():
+        name = type(module).__name__
+        if type(module) is torch.nn.Linear:
+            yield path, ExactLinear(module)
+        elif isinstance(module, QuantLinear):
+            yield path, ExactQuantLinear(module)
+        elif all(hasattr(module, part) for part in ("gate_proj", "up_proj", "down_proj", "act_fn")):
+            activation = ACTIVATIONS.get(type(module.act_fn).__name__)
+            if activation is None:
+                raise HostError(f"{path}.act_fn is a {type(module.act_fn).__name__}, which glu does not compute")
+            yield path, ExactGatedMLP(module, activation)
+        elif name.endswith("RMSNorm"):
+            yield path, _norm(path, module)
+        elif not name.endswith(HARMLESS) or (_has_parameters(module) and not isinstance(module, torch.nn.Embedding)):
+            raise HostError(f"{path} is a {name}, for which there is no exact form. Nothing was changed")
+
+
+def _has_parameters(module: torch.nn.Module) -> bool:
+    return next(module.parameters(recurse=False), None) is not None
+
+
+@torch.no_grad()
+def _norm(path: str, module: Any) -> ExactRMSNorm:
+    """With the offset that gives what the module gives: 0, or 1 in Gemma's."""
+    weight = getattr(module, "weight", None)
+    eps = next((getattr(module, n) for n in ("variance_epsilon", "eps") if hasattr(module, n)), None)
+    if weight is not None and eps is not None:
+        x = torch.linspace(-2, 3, 3 * weight.shape[0], device=weight.device).view(3, -1).to(weight.dtype)
+        want = module(x)
+        for offset in (0.0, 1.0):
+            norm = ExactRMSNorm(weight, eps, offset)
+            if _apart(norm(x), want) <= APART.get(want.dtype, 0.02):
+                return norm
+    raise HostError(f"{path} is a {type(module).__name__} that is not the norm rms_norm computes. Nothing was changed")
