@@ -277,6 +277,7 @@ def attention() -> Changes:
         "cu_k": Change(torch.tensor([0, 1, N], dtype=torch.int32)),
         "page_table": Change(torch.tensor([[1], [0]]), pages),
         "seqused_k": Change(torch.tensor([3, 3]), pages),
+        "max_k": Change(2),
         "causal": Change(False),
         "window": Change(1),
         "softcap": Change(0.5),

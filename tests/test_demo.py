@@ -15,9 +15,11 @@ import torch
 from rlkernel.cli.demo import time_left
 from rlkernel.demo import picture, record, scale, task
 from rlkernel.demo.clock import LEAST, Clock
+from rlkernel.demo.exact import ExactPolicy
+from rlkernel.demo.model import Policy, Shape
 from rlkernel.demo.run import Options, run
 from rlkernel.demo.scale import SCALES, place
-from rlkernel.demo.train import Recipe
+from rlkernel.demo.train import Recipe, improve
 from rlkernel_core.errors import ConfigError, FileError
 
 pytestmark = pytest.mark.usefixtures("fresh")
@@ -330,6 +332,26 @@ def test_the_backends_for_a_gpu_are_those_made_for_its_architecture(arch, folder
     spec.loader.exec_module(module)
     assert [folder.name for folder in module.folders("cuda", arch)] == folders
     assert module.folders("cpu", "x86_64") == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_exact_run_differs_in_no_bit_over_many_updates(dtype, monkeypatch) -> None:
+    # A reward that an untrained model has a part of, so that every update moves the weights.
+    monkeypatch.setattr(task, "rewards", lambda tokens, _: tokens.double().mean(1))
+    torch.manual_seed(0)
+    steps = {"float32": 200, "bfloat16": 10}[dtype]
+    recipe = Recipe(steps=steps, prompts=2, group=2, epochs=1, exact=True, dtype=dtype)
+    shape = Shape(len(task.ALPHABET), task.PROMPT + task.ANSWER, hidden=32, layers=1, heads=2)
+    policy = ExactPolicy.of(Policy(shape), recipe.weights, recipe.activations)
+    before = [p.detach().clone() for p in policy.parameters()]
+    taken = list(improve(policy, recipe, torch.Generator().manual_seed(0), seed=0))
+    assert [step.differ for step in taken] == [0] * steps
+    assert not any(torch.equal(p, old) for p, old in zip(policy.parameters(), before, strict=True))
+
+
+def test_int4_weights_that_the_trainer_does_not_see_differ(tmp_path) -> None:
+    assert start(tmp_path / "run")["tokens_that_differ"] > 0
 
 
 @pytest.mark.slow

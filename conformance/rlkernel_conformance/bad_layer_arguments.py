@@ -47,6 +47,7 @@ OF_LAYERS: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] =
         ("k", _pages(k=draw(0, 4, 2, D), v=draw(0, 4, 2, D))),
         ("k", _pages(k=draw(8, 2, D))),
         ("k", _pages(k=draw(3, 4, 2, D).requires_grad_())),
+        ("max_k", {"max_k": 0}),
         ("causal", {"causal": 1}),
         ("window", {"window": 0}),
         ("window", {"window": 2.0}),

@@ -129,6 +129,7 @@ class _AttentionFunction(Protocol[_R_co]):
         cu_k: Tensor | None = None,
         page_table: Tensor | None = None,
         seqused_k: Tensor | None = None,
+        max_k: int | None = None,
         causal: bool = True,
         window: int | None = None,
         softcap: float | None = None,

@@ -70,6 +70,8 @@ class AttentionCall(OpCall[AttentionResult]):
         page_table: [B, P] int32 or int64, P >= 1: key j of b is row j % G of page page_table[b, j // G]. Entries
             beyond the keys of b are not read. Keys in pages have no gradient: k and v that require one are refused.
         seqused_k: [B] int32 or int64, how many keys b has, at most P G. Given with page_table, and only there.
+        max_k: no sequence has more keys, >= 1; the queries of one that has give NaN. None: as many as k or the table
+            hold. With it less is visited and kept, since no kernel's launch can wait for what a sequence has.
         causal: a query sees no key beyond its own position.
         window: how many keys a query sees at most, >= 1; with causal alone. None: all.
         softcap: c above, > 0. None: none.
@@ -89,6 +91,7 @@ class AttentionCall(OpCall[AttentionResult]):
     cu_k: Tensor | None = None
     page_table: Tensor | None = None
     seqused_k: Tensor | None = None
+    max_k: int | None = None
     causal: bool = True
     window: int | None = None
     softcap: float | None = None
@@ -101,6 +104,12 @@ def scale_of(call: AttentionCall) -> float:
     return call.q.shape[-1] ** -0.5 if call.scale is None else float(call.scale)
 
 
+def most_keys(call: AttentionCall) -> int:
+    """How many keys a sequence of a call can have, or is said to have at most."""
+    held = call.k.shape[0] if call.page_table is None else call.page_table.shape[1] * call.k.shape[1]
+    return held if call.max_k is None else min(held, call.max_k)
+
+
 def check(call: AttentionCall) -> None:
     """Metadata checks shared by all implementations."""
     q = checks.tensor("q", call.q, ndim=3, kind="floating")
@@ -108,6 +117,8 @@ def check(call: AttentionCall) -> None:
         raise ArgumentError("q", checks.describe(q), "needs heads Hq >= 1 of a width D >= 1", "Pass [T, Hq, D].")
     _check_keys(call)
     _check_places(call)
+    if call.max_k is not None:
+        checks.integer("max_k", call.max_k, at_least=1)
     checks.flags(causal=call.causal)
     if call.window is not None:
         checks.integer("window", call.window, at_least=1)
@@ -232,6 +243,7 @@ SPEC = OpSpec(
             "batch_invariant",
         ),
         Clause("AT-17", "capture", CAPTURABLE.text, "capture", "capturable"),
+        Clause("AT-18", "the bound", "on keys changes no bit where it holds; a sequence beyond it gives NaN", "law"),
     ),
     tolerances=tuple(
         Tolerance(output, dtype, atol, rtol, source)

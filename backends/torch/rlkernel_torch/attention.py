@@ -2,8 +2,8 @@
 
 Libraries choose the order of their sums by shape, so every product has one shape: `BLOCK` tiles of queries, each of
 `QUERIES` rows of one sequence and all heads that read the same keys, times `KEYS` keys. What a tile lacks is filled up.
-No value is read on the host: a tile finds its sequence by the offsets, and tiles of keys are visited up to the most
-that a sequence can have. That is the price of plain torch: it is for checks and small models.
+No value is read off a device: a tile finds its sequence by the offsets, and tiles of keys are visited up to the most
+that a sequence can have. That is the price of plain torch: it is for checks and small models, and `max_k` lowers it.
 
 Legend: T queries · S keys · B sequences · n tiles · Hk heads of keys, each read by E heads of queries · D width ·
 z = BLOCK Hk matrices of a product · r = QUERIES E rows of one.
@@ -23,7 +23,7 @@ from rlkernel_common.precision import full_precision
 from rlkernel_common.row_statistics import accumulator
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
-from rlkernel_core.spec.attention import AttentionCall, AttentionResult, scale_of
+from rlkernel_core.spec.attention import AttentionCall, AttentionResult, most_keys, scale_of
 
 BLOCK, QUERIES, KEYS = 8, 16, 64
 GRAIN = 16  # a head's width is filled up to a multiple: BLAS shows a row's place beyond its vectors
@@ -45,7 +45,7 @@ class AttentionPair(Pair[AttentionCall, AttentionResult]):
     def __init__(self, call: AttentionCall) -> None:
         """Keep the numbers of calls of this shape."""
         super().__init__(call)
-        self._options = {n: getattr(call, n) for n in ("causal", "window", "softcap", "scale")}
+        self._options = {n: getattr(call, n) for n in ("causal", "window", "softcap", "scale", "max_k")}
 
     def forward(self, call: AttentionCall) -> tuple[AttentionResult, Saved]:
         """The result; the arguments and both results are saved."""
@@ -129,11 +129,6 @@ class _Keys(NamedTuple):
     first: Tensor | None  # [B + 1] row of the first key, without pages
     table: Tensor | None  # [B + 1, P]
     page: int  # keys of a page
-
-    @property
-    def most(self) -> int:
-        """Keys that a sequence can have."""
-        return self.k.shape[0] if self.table is None else self.table.shape[1] * self.page
 
 
 def _keys(call: AttentionCall) -> _Keys:
@@ -248,7 +243,7 @@ def _forward(call: AttentionCall) -> AttentionResult:
         for some, block in _query_blocks(call, keys, tiles):
             x = _filled(_taken(q, tiles.row[some], tiles.there[some], Hk))
             acc, (top, total) = torch.zeros_like(x), (x.new_full(x.shape[:2], f) for f in (-torch.inf, 0.0))
-            for start in range(0, keys.most, KEYS):
+            for start in range(0, most_keys(call), KEYS):
                 part = _seen(call, keys, block, start)
                 s = torch.where(part.seen, _scores(call, x, part.k)[0], -torch.inf)
                 new = torch.maximum(top, s.amax(-1))
@@ -262,8 +257,12 @@ def _forward(call: AttentionCall) -> AttentionResult:
                 zero = torch.where(new.isneginf(), 0.0, new)
                 keep = torch.exp(top - zero)
                 total, acc, top = total * keep + torch.exp(sink - zero), acc * keep[..., None], new
-            outs.append(torch.where(total[..., None] == 0, 0.0, acc / total[..., None])[..., : q.shape[-1]])
-            lses.append(top + torch.log(total))
+            out, lse = torch.where(total[..., None] == 0, 0.0, acc / total[..., None]), top + torch.log(total)
+            if call.max_k is not None:
+                lost = (keys.counts > call.max_k)[block.sequence].repeat_interleave(Hk)[:, None]
+                out, lse = torch.where(lost[..., None], torch.nan, out), torch.where(lost, torch.nan, lse)
+            outs.append(out[..., : q.shape[-1]])
+            lses.append(lse)
         return AttentionResult(_untiled(call, outs, tiles).to(q.dtype), _untiled(call, lses, tiles))
 
 
@@ -302,7 +301,7 @@ def _gradient_of_queries(call: AttentionCall, rows: _Rows) -> Tensor:
         for some, block in _query_blocks(call, keys, tiles):
             mine = rows.taken(tiles.row[some], tiles.there[some], keys.k.shape[1])
             d_q = torch.zeros_like(mine.q)
-            for start in range(0, keys.most, KEYS):
+            for start in range(0, most_keys(call), KEYS):
                 part = _seen(call, keys, block, start)
                 d_q = d_q + torch.bmm(_score_gradients(call, mine, part)[1], part.k)
             found.append(d_q[..., : call.q.shape[-1]])
@@ -323,10 +322,13 @@ def _gradients_of_keys(call: AttentionCall, rows: _Rows) -> tuple[Tensor, Tensor
             key, there = tiles.local[some], tiles.there[some]
             k, v = (_filled(_gathered(x, row, there).transpose(1, 2).flatten(0, 1)) for x in (call.k, call.v))
             d_k, d_v = torch.zeros_like(k), torch.zeros_like(v)
-            for first in range(0, call.q.shape[0], KEYS):
-                local = torch.arange(first, first + KEYS, device=k.device)
-                mine = local < keys.queries[sequence][:, None]  # [BLOCK, KEYS]
-                at = (keys.counts - keys.queries)[sequence][:, None] + local
+            # Queries before the first key see none where they look back alone.
+            before = (keys.counts - keys.queries)[sequence][:, None]
+            for first in range(0, most_keys(call) if call.causal else call.q.shape[0], KEYS):
+                index = torch.arange(first, first + KEYS, device=k.device)
+                local = index - before if call.causal else index.expand(BLOCK, -1)
+                mine = (local >= 0) & (local < keys.queries[sequence][:, None])  # [BLOCK, KEYS]
+                at = before + local
                 seen = mine[..., None] & there[:, None, :]
                 if call.causal:
                     seen = seen & (key[:, None, :] <= at[..., None])

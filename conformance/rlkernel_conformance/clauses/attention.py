@@ -277,6 +277,20 @@ def a_query_is_the_same_everywhere(subject: Subject, case: Attend) -> None:
         same_results(among, alone, "among other sequences")
 
 
+@attack("AT-18", in_rows)
+def the_bound_on_keys(subject: Subject, case: Attend) -> None:
+    """As many as the longest sequence has, more than there are, and fewer than one has; gradients of others stay."""
+    for page in {0, case.page}:
+        given = replace(case, page=page, lengths=((5, 5), (1, 70), (2, 3))).arguments(subject)
+        want = subject(**given)
+        for bound in (70, 100, 2**31):
+            same_results(subject(**given, max_k=bound), want, f"with max_k = {bound}")
+        made, others = subject(**given, max_k=69), [0, 1, 2, 3, 4, 6, 7]
+        require(bool(made.out[5].isnan().all() & made.lse[5].isnan().all()), "70 keys give numbers with max_k = 69")
+        for name in ("out", "lse"):
+            same_bits(name, getattr(made, name)[others], getattr(want, name)[others], "beside a sequence of more keys")
+
+
 def _gradients(subject: Subject, given: Mapping[str, Any], rows: slice, keys: slice, seed: int) -> dict[str, Tensor]:
     """Of one sequence's q, k and v, upstream gradients drawn for it and 1 for the others."""
     leaf = {n: given[n].detach().clone().requires_grad_() for n in ("q", "k", "v")}

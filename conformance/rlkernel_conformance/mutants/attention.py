@@ -162,6 +162,14 @@ def keys_without_gradient_of_whole_tiles(right: Run, call: AttentionCall) -> Att
     return right(replace(call, k=k, v=v))
 
 
+def cut(right: Run, call: AttentionCall) -> AttentionResult:
+    """Keys beyond the bound are left out without a word."""
+    if call.max_k is None:
+        return right(call)
+    out = right(replace(call, max_k=None))
+    return AttentionResult(out.out, out.lse)
+
+
 def scales(call: AttentionCall) -> None:
     call.k.mul_(2)
 
@@ -203,6 +211,7 @@ BUGS: Final = {
         "AT-16", "one block size for all, chosen by the longest (vLLM)", changed_bits(beside_a_longer)
     ),
     "asks_the_host": plant.reads_a_value("AT-17", lambda c: c.cu_q),
+    "the_bound_cuts": Bug("AT-18", "sequences beyond the bound give numbers", cut),
     "window_is_ignored": Bug("AT-08", "the window is accepted and has no effect", plant.ignores("window")),
     "softcap_is_ignored": Bug("AT-09", "the softcap is accepted and has no effect", plant.ignores("softcap")),
     "sinks_are_ignored": Bug("AT-10", "sinks are accepted and have no effect", plant.ignores("sinks")),

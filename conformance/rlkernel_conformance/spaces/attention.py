@@ -32,6 +32,7 @@ def factors(subject: Subject) -> Mapping[str, Sequence[Any]]:
         "sinks": claimed(subject, {False: "", True: "sinks"}),
         "scale": (None, 0.5),
         "spare": (0, 2),
+        "bound": (None, 200),
         "own keys": (False, True),  # cu_k is left out where it is cu_q
     }
 
@@ -64,6 +65,8 @@ def arguments(subject: Subject, point: Point) -> Given:
     masks: dict[str, Given] = {"causal": {}, "all": {"causal": False}, "window": {"window": int(width or 1)}}
     given |= masks[mask]
     given |= {n: point[n] for n in ("softcap", "scale") if point[n] is not None}
+    if point["bound"] is not None:
+        given["max_k"] = point["bound"]
     return {n: x.to(subject.device) if isinstance(x, torch.Tensor) else x for n, x in given.items()}
 
 

@@ -26,6 +26,7 @@ EXAMPLES: Final = (
     ("rlkernel demo --device cpu --out runs/first", "on the CPU in any case"),
     ("rlkernel demo --steps 20 --seed 1 --json", "so many updates, however long they take; the summary as JSON"),
     ("rlkernel demo --order torch", "on the reference alone"),
+    ("rlkernel demo --exact --steps 10", "both sides by operators of exact bits: no log-probability differs"),
 )
 EXITS: Final = {0: "the run is complete"}
 _NEEDED: Final = ("torch", "numpy")
@@ -45,6 +46,9 @@ def command(
         int | None, typer.Option(min=1, help="GRPO updates; unless given, as many as fit into the time.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same curve on one machine.")] = 0,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Trainer and rollout share every bit; slow where plain torch attends.")
+    ] = False,
     order: Order = None,
     config: Annotated[Path | None, typer.Option(help="A rlkernel.toml to use instead of the one in effect.")] = None,
     out: Annotated[Path | None, typer.Option(help="Run folder to create; runs/grpo-TIME unless given.")] = None,
@@ -71,11 +75,12 @@ def command(
     from rlkernel.demo.scale import place
 
     _, scale = place(device)
-    recipe = dataclasses.replace(scale.recipe, steps=steps) if steps is not None else None
+    recipe = dataclasses.replace(scale.recipe, steps=steps, exact=exact) if steps is not None else None
     names = backends_named(order)
     with _Display(quiet=json) as display:
         try:
-            summary = run(Options(seed=seed, out=out, order=names, device=device, recipe=recipe), display.show)
+            options = Options(seed=seed, out=out, order=names, device=device, exact=exact, recipe=recipe)
+            summary = run(options, display.show)
         except KeyboardInterrupt:
             typer.echo("interrupted; the run folder is complete up to the last update", err=True)
             raise typer.Exit(130) from None
@@ -135,6 +140,7 @@ def _tell(summary: dict[str, Any]) -> None:
     rows = [tuple(row[name] for name in ("side", "op", "backend", "target", "provider")) for row in summary["served"]]
     print_table(("side", "operator", "served by", "implementation", "from"), rows)
     first, last = summary["reward_first"], summary["reward_last"]
+    differ = summary["tokens_that_differ"]
     drift = f"max {summary['drift_max']:.3f}, mean {summary['drift_mean']:.4f}, KL {summary['drift_kl']:.5f}"
     done, wanted = summary["steps"], summary["steps_wanted"]
     cut = f"; {wanted} did not fit into {summary['seconds_wanted']:g} s" if done < wanted else ""
@@ -142,6 +148,7 @@ def _tell(summary: dict[str, Any]) -> None:
     lines = (
         f"reward     {first:.3f} -> {last:.3f}  ({summary['reward_rise']:+.3f} in {done} updates{cut})",
         f"drift      {drift} nats per token, int4 rollout against {summary['dtype']} trainer",
+        f"bits       {differ or 'no'} of {summary['tokens']} log-probabilities differ",
         f"time       {summary['seconds']:.0f} s on {summary['device']}",
         f"decisions  {summary['decisions_hash']}",
         f"run folder {folder}  (metrics.jsonl, decisions.json, summary.json)",

@@ -98,6 +98,8 @@ def _outcome(steps: list[Step]) -> dict[str, Any]:
         "reward_first": first,
         "reward_last": last,
         "reward_rise": last - first,
+        "tokens": sum(s.tokens for s in steps),
+        "tokens_that_differ": sum(s.differ for s in steps),
         "drift_max": max(s.drift_max for s in steps),
         "drift_mean": sum(s.drift_mean for s in steps) / len(steps),
         "drift_kl": sum(s.drift_kl for s in steps) / len(steps),

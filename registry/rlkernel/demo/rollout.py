@@ -5,6 +5,7 @@ Legend: B sequences · P prompt length · A answer length.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import rlkernel as rlk
 from rlkernel.demo import task
+from rlkernel.demo.exact import ExactDecoder
 from rlkernel.demo.model import Decoder, Policy
 
 
@@ -24,23 +26,48 @@ class Rollouts:
     mask: Tensor  # [B, A] bool: up to and including the end
 
 
+Step = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # ids, position, seeds, tokens drawn
+
+
+def _step(decoder: Decoder, temperature: float) -> Step:
+    """One token a sequence, and its log-probability as the sampler says it."""
+
+    def step(ids: Tensor, at: Tensor, seed: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+        draw = rlk.sample(decoder.logits(ids, at), temperature=temperature, seed=seed, step=drawn)
+        # The tempered log-probability: with filters, `logprob` alone would be that of the truncated law.
+        return draw.token, draw.logprob + draw.log_kept_mass
+
+    return step
+
+
+def _exact_step(decoder: ExactDecoder, temperature: float) -> Step:
+    """The same by the trainer's operator, since the sampler adds in another order."""
+
+    def step(ids: Tensor, at: Tensor, seed: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, head = decoder.hidden(ids, at), decoder.head
+        token = rlk.lm_head_sample(hidden, head, temperature=temperature, seed=seed, step=drawn).token
+        return token, rlk.linear_logprob(hidden, head, token, temperature=temperature).logprob
+
+    return step
+
+
 class Engine:
     """Answers problems with quantized weights under one captured graph."""
 
-    def __init__(self, policy: Policy, batch: int, fmt: str, temperature: float, dtype: torch.dtype) -> None:
-        self.decoder = Decoder(policy, batch, fmt, dtype)
-        decoder = self.decoder
-
-        def step(ids: Tensor, at: Tensor, seed: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
-            draw = rlk.sample(decoder.logits(ids, at), temperature=temperature, seed=seed, step=drawn)
-            # The tempered log-probability: with filters, `logprob` alone would be that of the truncated law.
-            return draw.token, draw.logprob + draw.log_kept_mass
-
+    def __init__(
+        self, policy: Policy, batch: int, fmt: str, temperature: float, dtype: torch.dtype, *, exact: bool = False
+    ) -> None:
+        if exact:
+            self.decoder: Decoder = (exactly := ExactDecoder(policy, batch, fmt, dtype))
+            step = _exact_step(exactly, temperature)
+        else:
+            self.decoder = Decoder(policy, batch, fmt, dtype)
+            step = _step(self.decoder, temperature)
         device = policy.head.weight.device
         ids = torch.zeros(batch, dtype=torch.int64, device=device)
         one = torch.zeros(1, dtype=torch.int64, device=device)
         example = (ids, one, torch.zeros_like(ids), torch.zeros_like(ids))
-        self.step = rlk.capture(step, example, static=decoder.static(), mutates=[decoder.cache])
+        self.step = rlk.capture(step, example, static=self.decoder.static(), mutates=[self.decoder.cache])
 
     def sync(self, policy: Policy) -> None:
         """Re-quantize the trainer's weights into the storage that the graph reads."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import rlkernel as rlk
 from rlkernel.demo import task
 from rlkernel.demo.clock import Clock
+from rlkernel.demo.exact import ExactPolicy
 from rlkernel.demo.model import Policy, Shape
 from rlkernel.demo.record import RunFolder
 from rlkernel.demo.scale import place
@@ -29,6 +30,7 @@ class Options:
     out: Path | None = None  # run folder; None: runs/grpo-<time>
     order: tuple[str, ...] = ()  # backends; empty: what the configuration says
     device: str | None = None  # as torch spells it; None: a GPU if there is one, else the CPU
+    exact: bool = False  # as in `Recipe`, for the device's own
     recipe: Recipe | None = None  # None: the device's, cut to the time that it may take there
 
 
@@ -55,7 +57,7 @@ def run(options: Options, watch: Callable[[Progress], None] = lambda _: None) ->
         KeyboardInterrupt: passed on after the run folder has been completed.
     """
     device, scale = place(options.device)
-    recipe = options.recipe or scale.recipe
+    recipe = options.recipe or replace(scale.recipe, exact=options.exact)
     folder = options.out or Path("runs") / time.strftime("grpo-%Y%m%d-%H%M%S")
     if folder.exists():
         raise ConfigError(f"out: {folder} exists already; name another folder, or delete it")
@@ -80,6 +82,8 @@ def run(options: Options, watch: Callable[[Progress], None] = lambda _: None) ->
             if done >= total:
                 break
         record.summary["fit_steps"] = done
+        if recipe.exact:
+            policy = ExactPolicy.of(policy, recipe.weights, recipe.activations)
         for step in improve(policy, recipe, generator, options.seed, record.on):
             record.add(step)
             clock.tick("improve")

@@ -16,6 +16,7 @@ from torch import Generator, Tensor
 
 import rlkernel as rlk
 from rlkernel.demo import task
+from rlkernel.demo.exact import ExactPolicy
 from rlkernel.demo.model import Policy
 from rlkernel.demo.rollout import Engine, Rollouts
 
@@ -37,6 +38,7 @@ class Recipe:
     temperature: float = 1.0
     weights: str = "int4_g32"  # format of the rollout's weights
     correction: float = 2.0  # cap of the truncated importance weight
+    exact: bool = False  # both sides by operators of exact bits, the trainer on the rollout's weights
     dtype: str = "float32"  # of activations on both sides; parameters and their updates are fp32
 
     @property
@@ -54,6 +56,8 @@ class Step:
     reward: float  # mean over the batch, before the update
     drift_max: float  # |log p trainer - log p rollout| over the answer's tokens
     drift_mean: float
+    tokens: int  # drawn, of the answers
+    differ: int  # of these, those whose log-probabilities are not equal
     drift_kl: float  # estimate of KL(rollout || trainer), k3, nats per token
     corrected: float  # share of tokens whose importance weight was cut
     clipped: float  # share of tokens outside the clip range in the last epoch
@@ -100,7 +104,7 @@ def improve(
     """
     batch, device = recipe.prompts * recipe.group, policy.head.weight.device
     with on("rollout"):
-        engine = Engine(policy, batch, recipe.weights, recipe.temperature, recipe.activations)
+        engine = Engine(policy, batch, recipe.weights, recipe.temperature, recipe.activations, exact=recipe.exact)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=recipe.rate, betas=(0.9, 0.98), weight_decay=0.0)
     for step in range(recipe.steps):
         began = time.perf_counter()
@@ -123,6 +127,8 @@ def improve(
             reward=reward.mean().item(),
             drift_max=gap.abs().max().item(),
             drift_mean=gap.abs().mean().item(),
+            tokens=int(drawn),
+            differ=int(gap.count_nonzero()),
             drift_kl=(gap.exp() - 1 - gap).mean().item(),
             corrected=float(stats.correction_clipped),
             clipped=float(stats.clip_low + stats.clip_high),
@@ -175,7 +181,9 @@ def _logprob(
 ) -> rlk.LogprobResult:
     """Log-probability [B, A] of every answer token, without ever making the logits."""
     ids, dtype = torch.cat([prompts, answers], 1), recipe.activations
-    with torch.autocast(ids.device.type, dtype, enabled=dtype != policy.head.weight.dtype):
+    # An exact policy casts its weights itself.
+    casting = dtype != policy.head.weight.dtype and not isinstance(policy, ExactPolicy)
+    with torch.autocast(ids.device.type, dtype, enabled=casting):
         hidden = policy(ids[:, :-1])[:, task.PROMPT - 1 :]  # [B, A, D]
     out = rlk.linear_logprob(
         hidden.reshape(-1, hidden.shape[-1]).to(dtype),

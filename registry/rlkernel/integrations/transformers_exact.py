@@ -136,7 +136,7 @@ def attention_by(calls: Counter[str]) -> Any:
 
         made = rlk.attention(
             q, k, v, cu_q=cu_q, cu_k=cu_k, causal=getattr(module, "is_causal", True), scale=scaling,
-            window=sliding_window, softcap=softcap, sinks=s_aux,
+            window=sliding_window, softcap=softcap, sinks=s_aux, max_k=max(key.shape[2], 1),
         )  # fmt: skip
         calls["attention"] += 1
         return made.out.view(query.shape[0], query.shape[2], *made.out.shape[1:]), None
