@@ -71,7 +71,7 @@ class Ours(NamedTuple):
 _HOPPER: Final = frozenset({"linear_logprob", "linear_policy_loss", "qmatmul", "sample"})
 _PORTABLE: Final = frozenset(
     {
-        "advantage", "affine_suffix_scan", "capture", "dequantize", "glu", "linear", "linear_logprob",
+        "advantage", "affine_suffix_scan", "attention", "capture", "dequantize", "glu", "linear", "linear_logprob",
         "linear_policy_loss", "lm_head_sample", "logprob", "policy_loss", "prepack", "qmatmul", "quantize", "rms_norm",
         "rope", "sample", "verify", "whiten",
     }

@@ -89,6 +89,28 @@ CASES = {
             2e-5,
         )
     ],
+    "attention": [
+        (
+            "bf16",
+            lambda: (drawn(35, 4, 20, dtype=BF16), *(drawn(75, 2, 20, dtype=BF16, seed=s) for s in (1, 2))),
+            {"cu_q": torch.tensor([0, 30, 33]), "cu_k": torch.tensor([0, 70, 74]), "sinks": drawn(4, seed=3)},
+            1e-2,
+            1e-2,
+        ),
+        (
+            "split, pages, window",
+            lambda: (drawn(2, 2, 16, dtype=BF16), *(drawn(3, 400, 1, 16, dtype=BF16, seed=s) for s in (1, 2))),
+            {
+                "cu_q": torch.tensor([0, 2]),
+                "page_table": torch.tensor([[2, 0, 1]]),
+                "window": 150,
+                "softcap": 3.0,
+                "seqused_k": torch.tensor([1100]),
+            },
+            1e-2,
+            1e-2,
+        ),
+    ],
     "glu": [("fp32", lambda: (drawn(3, 90, scale=3),), {"activation": "gelu"}, 1e-5, 2e-5)],
     "whiten": [("mask", lambda: (drawn(4, 40, scale=5) + 3,), {"mask": MASK}, 1e-5, 2e-5)],
     "sample": [

@@ -126,6 +126,13 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         gradient="rlkernel_triton.rope.launch:RopePair",
         sums="lanes1024/tree64/f32",
     ),
+    "attention": Claim(
+        "rlkernel_triton.attention.launch:prepare",
+        check="rlkernel_triton.attention.launch:fits",
+        prepared=True,
+        gradient="rlkernel_triton.attention.launch:AttentionPair",
+        sums="mma16/k64/c1024/f32",
+    ),
     "glu": Claim(
         "rlkernel_triton.glu.launch:prepare",
         prepared=True,

@@ -432,6 +432,37 @@ _ROPE: Final = {
     "fp32, norm": Workload(_rotary(260, dtype=FP32, norm=True), ("q", "k")),
 }
 
+
+def _attended(
+    T: int, B: int, *, heads: tuple[int, int] = (32, 8), D: int = 128, dtype: torch.dtype = BF16, grad: bool = True,
+    pages: int = 0, sinks: bool = False, **more: Any,
+) -> Workload:  # fmt: skip
+    """With `pages` keys lie in so many of 16 keys a sequence; they have no gradient."""
+    q = _real(T, heads[0], D, dtype=dtype, grad=grad)
+    k, v = (_real(*((20000, 16) if pages else (T,)), heads[1], D, dtype=dtype, grad=grad and not pages) for _ in "kv")
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, "cu_q": _real(B + 1, dtype=torch.int32), **more}
+    if pages:
+        given |= {"page_table": _real(B, pages, dtype=torch.int32), "seqused_k": _real(B, dtype=torch.int32)}
+    if sinks:
+        given["sinks"] = _real(heads[0], dtype=dtype, grad=grad)
+    return Workload(given, ("out", "lse") if grad else ())
+
+
+_ATTENTION: Final = {
+    "bf16": _attended(8200, 9),
+    "bf16, bidirectional": _attended(8200, 9, causal=False),
+    "bf16, heads of 64, window, sinks": _attended(8200, 9, heads=(64, 8), D=64, window=128, sinks=True),
+    "bf16, heads of 256, window, softcap": _attended(8200, 9, heads=(16, 8), D=256, window=4096, softcap=50.0),
+    "bf16, pages": _attended(8200, 9, pages=200),
+    "bf16, few queries, pages": _attended(9, 9, pages=200, grad=False),
+    "bf16, few queries, heads of 256, pages": _attended(9, 9, heads=(16, 8), D=256, pages=200, grad=False),
+    "bf16, few queries, pages, window, sinks": _attended(
+        9, 9, heads=(64, 8), D=64, pages=200, window=128, sinks=True, grad=False
+    ),
+    "fp32": _attended(8200, 9, dtype=FP32),
+    "fp32, heads of 256": _attended(8200, 9, heads=(16, 8), D=256, dtype=FP32),
+}
+
 _GLU: Final = {
     **{
         f"bf16, {name}": Workload({"x": _real(8200, 28672, dtype=BF16, grad=True), "activation": name}, ("",))
@@ -452,6 +483,7 @@ WORKLOADS: Final[Mapping[str, Mapping[str, Workload]]] = {
     "linear": _PRODUCT,
     "rms_norm": _NORM,
     "rope": _ROPE,
+    "attention": _ATTENTION,
     "glu": _GLU,
     "policy_loss": _LOSS,
     "linear_policy_loss": _LINEAR_LOSS,

@@ -22,6 +22,7 @@ LEFT = {
     "linear": ("LN-13", "LN-14"),
     "rms_norm": ("RN-12",),
     "rope": ("RO-14", "RO-15"),
+    "attention": ("AT-16", "AT-17"),
     "glu": ("GL-10", "GL-11"),
     "policy_loss": ("PL-09", "PL-26", "PL-33"),
     "linear_policy_loss": ("LPL-02", "LPL-03", "LPL-04", "LPL-05", "LPL-17"),

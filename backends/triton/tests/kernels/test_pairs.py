@@ -90,6 +90,16 @@ CALLS = {
             **CALLS["linear"]["plain"](d), "bias": draw(d, V, seed=4), "residual": draw(d, N, V, seed=5),
         },
     },
+    "attention": {
+        "plain": lambda d: {
+            "q": draw(d, N, 4, 16), "k": draw(d, N, 2, 16, seed=1), "v": draw(d, N, 2, 16, seed=2),
+            "cu_q": torch.tensor([0, 4, N], device=d),
+        },
+        "everything": lambda d: {
+            **CALLS["attention"]["plain"](d), "sinks": draw(d, 4, seed=3), "window": 2, "softcap": 5.0,
+            "cu_k": torch.tensor([0, 4, N], device=d),
+        },
+    },
     "glu": {"silu": lambda d: {"x": draw(d, N, 2 * D), "activation": "silu"}},
     "rms_norm": {
         "plain": lambda d: {"x": draw(d, N, D), "weight": draw(d, D, seed=1), "eps": 1e-6},

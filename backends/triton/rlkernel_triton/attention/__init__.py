@@ -1,0 +1,1 @@
+"""The operator attention@1: `launch.prepare`."""
