@@ -21,7 +21,7 @@ GPU := $(OWN_TORCH)$(wildcard /proc/driver/nvidia/version /dev/nvidia0 /usr/lib/
 endif
 DEMO_VENV = $(if $(GPU),$(GPU_VENV),$(VENV))
 
-.PHONY: help setup demo test check fuzz conform evidence attack bench docs fresh site hosts build wheelhouse lock audit clean
+.PHONY: help setup demo test slow check fuzz conform evidence attack bench docs fresh site hosts build wheelhouse lock audit clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -47,7 +47,10 @@ $(GPU_VENV)/.rlkernel-ready: pyproject.toml
 	touch $@
 
 test: $(STAMP) ## all tests; TESTS='tests/test_sample.py -k seed' are some of them
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --dist worksteal $(TESTS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --dist worksteal -m "not slow" $(TESTS)
+
+slow: $(STAMP) ## the tests that `make test` leaves out: minutes each, of behavior that cheaper ones test too
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto -m slow $(TESTS)
 
 check: $(STAMP) ## ruff and mypy
 	$(RUN) -m ruff format --check .

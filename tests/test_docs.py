@@ -47,6 +47,7 @@ SLOW = (
     "rlkernel conformance mutants",
     "rlkernel bench run --size full",
     "rlkernel conformance table",
+    "rlkernel conformance run torch --op group_filter --profile standard",  # test_conformance_parts runs such parts
     "python tools",
     "python docs",
     "python examples",

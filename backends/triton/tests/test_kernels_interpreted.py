@@ -14,13 +14,22 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 KERNELS = Path(__file__).parent / "kernels"
-SHARES = 6
+SHARES = 4
 
 
 @pytest.mark.parametrize("share", range(SHARES))
 def test_the_kernels_pass_in_the_interpreter(share) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(KERNELS)]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "SHARE": f"{share}/{SHARES}"}
+    passes("not slow", f"{share}/{SHARES}")
+
+
+@pytest.mark.slow
+def test_slow_clauses_hold_in_the_interpreter() -> None:
+    passes("slow", "0/1")
+
+
+def passes(marked: str, share: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", marked, str(KERNELS)]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "SHARE": share}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

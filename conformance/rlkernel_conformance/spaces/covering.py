@@ -89,6 +89,7 @@ class _Search:
         self.random = np.random.default_rng(seed)
         starts = np.cumsum([0, *(len(levels) for levels in factors.values())])
         self.start = {name: int(s) for name, s in zip(self.names, starts, strict=False)}
+        self.levels = {name: slice(self.start[name], self.start[name] + len(factors[name])) for name in self.names}
         self.owner = np.repeat(np.arange(len(self.names)), [len(levels) for levels in factors.values()])
         self.rules = {name: [_Known(r) for r in rules if name in r.factors] for name in self.names}
         self.agree = self._agreeing(rules)
@@ -98,8 +99,9 @@ class _Search:
         self.masking = np.zeros(len(self.owner), bool)
         self.masking[[self.start[name] + i for name, i in masking]] = True
         for name in self.names:  # a level that the rules allow beside masking ones alone masks too
-            levels = slice(self.start[name], self.start[name] + len(factors[name]))
+            levels = self.levels[name]
             self.masking |= ~(self.agree[:, levels] & ~self.masking[levels]).any(1)
+        self.last = self.masking * len(self.owner) ** 2  # more than any level can gain: masking ones are tried last
 
     def _agreeing(self, rules: Sequence[Rule]) -> Any:  # [L, L] bool
         """Pairs that no rule of two factors forbids, nor any third factor that has no level for both."""
@@ -112,7 +114,7 @@ class _Search:
         while True:
             before = agree.copy()
             for name in self.names:
-                levels = slice(self.start[name], self.start[name] + len(self.factors[name]))
+                levels = self.levels[name]
                 agree &= agree[:, levels].astype(np.float32) @ agree[levels].astype(np.float32) > 0
             if np.array_equal(agree, before):
                 return agree
@@ -158,22 +160,27 @@ class _Search:
         row: dict[str, int] = {}
         fits, gain = np.ones(len(self.owner), bool), np.zeros(len(self.owner))
 
-        def put(name: str, level: int) -> bool:
+        def put(name: str, level: int) -> None:
             row[name], at = level, self.start[name] + level
-            fits[:] &= self.agree[at]
-            gain[:] += self.open[at]
-            return self._keeps(row, name)
+            np.logical_and(fits, self.agree[at], out=fits)
+            np.add(gain, self.open[at], out=gain)
 
-        if not all(put(*self._named(at)) for at in (a, b)):
-            return None
+        for at in (a, b):
+            name, level = self._named(at)
+            put(name, level)
+            if not self._keeps(row, name):
+                return None
         rest = [self.names[i] for i in self.random.permutation(len(self.names)) if self.names[i] not in row]
         rest.sort(key=lambda name: -len(self.rules[name]))  # on which most depends
         for name in rest:
-            levels = slice(self.start[name], self.start[name] + len(self.factors[name]))
+            levels = self.levels[name]
             worth = gain[levels] + self.random.random(levels.stop - levels.start) / 2
-            best = np.argsort(self.masking[levels] * len(self.owner) ** 2 - worth)
-            good = (int(i) for i in best if fits[levels][i] and self._keeps({**row, name: int(i)}, name))
-            if (level := next(good, None)) is None:
+            fitting = fits[levels].tolist()
+            for level in np.argsort(self.last[levels] - worth).tolist():
+                row[name] = level
+                if fitting[level] and self._keeps(row, name):
+                    break
+            else:
                 return None
             put(name, level)
         return row
@@ -191,9 +198,10 @@ class _Known:
 
     def holds(self, factors: Mapping[str, Sequence[Any]], row: Mapping[str, int]) -> bool:
         """Whether it holds of a row, or the row is not so far yet."""
-        if not all(f in row for f in self.rule.factors):
+        try:
+            at = tuple([row[f] for f in self.rule.factors])
+        except KeyError:
             return True
-        at = tuple([row[f] for f in self.rule.factors])
         if at not in self.said:
             levels = (factors[f][i] for f, i in zip(self.rule.factors, at, strict=True))
             self.said[at] = bool(self.rule.holds(*levels))

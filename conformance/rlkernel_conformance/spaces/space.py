@@ -23,7 +23,6 @@ from rlkernel_conformance.spaces.layouts import ANY, laid_out
 from rlkernel_conformance.spaces.modes import GRADLESS, MODES, WITHOUT_SYNCHRONIZATION, under
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import CaptureError, RLKernelError
-from rlkernel_core.manifest import Impl
 from rlkernel_core.tree import flatten
 
 __all__ = ["UPSTREAM", "Argument", "Point", "Rule", "Space", "Want", "claimed"]
@@ -126,9 +125,9 @@ class Space:
             found["wants"] = ("all", *wants)
         return {name: levels for name, levels in found.items() if len(levels) != 1 or name in self.factors(subject)}
 
-    def all_rules(self, subject: Subject) -> tuple[Rule, ...]:
-        """The operator's rules and those that all operators have."""
-        factors, found = self.all_factors(subject), list(self.rules)
+    def all_rules(self, factors: Mapping[str, Sequence[Any]]) -> tuple[Rule, ...]:
+        """The operator's rules about these factors, and those that all operators have."""
+        found = list(self.rules)
         for name, how in self.tensors.items():
             whats = [what for what in (f"layout of {name}", f"dtype of {name}") if what in factors]
             given = how.given
@@ -159,19 +158,19 @@ def claimed(subject: Subject, levels: Mapping[Any, str]) -> tuple[Any, ...]:
 
 def array(space: Space, subject: Subject) -> Array:
     """The covering array of a space for what a subject claims."""
-    return _array(space, subject, subject.impls)
+    return _array(space, tuple(space.all_factors(subject).items()))
 
 
 @lru_cache(256)
-def _array(space: Space, subject: Subject, impls: tuple[Impl, ...]) -> Array:
-    del impls  # a name may stand for another manifest later on
-    factors = space.all_factors(subject)
-    if any(not levels for levels in factors.values()):
+def _array(space: Space, levels: tuple[tuple[str, tuple[Any, ...]], ...]) -> Array:
+    """The same for all that claim what leaves these levels, such as a backend and its mutants."""
+    factors = dict(levels)
+    if not all(factors.values()):
         return Array((), frozenset())
     masking = dict(space.masking)
     if "upstream" in factors:
         masking |= {"mode": GRADLESS, "upstream": ("none", "zero")}
-    return covering(factors, space.all_rules(subject), masking=masking)
+    return covering(factors, space.all_rules(factors), masking=masking)
 
 
 def points(space: Space, subject: Subject) -> tuple[Point, ...]:
@@ -190,8 +189,9 @@ def real_sizes(space: Space, subject: Subject) -> tuple[Point, ...]:
 
 def simpler(space: Space, subject: Subject, point: Point) -> Iterator[Point]:
     """The point with one level replaced by a simpler one, the simplest first."""
-    rules = space.all_rules(subject)
-    for name, levels in space.all_factors(subject).items():
+    factors = space.all_factors(subject)
+    rules = space.all_rules(factors)
+    for name, levels in factors.items():
         now = levels.index(point[name]) if point[name] in levels else len(levels)
         for level in levels[:now]:
             changed = {**point.levels, name: level}

@@ -34,6 +34,8 @@ LEFT = {
     "prepack": (),
     "qmatmul": ("QM-26",),
 }
+# Half a minute each here, of kernels that the other clauses and tests run too.
+SLOW = {"LH-02", "LH-05", "LH-06", "LH-11", "AD-17"}
 EFFORT = Profile("toy", 2, 120)
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="on a GPU all clauses are attacked")
 
@@ -43,7 +45,8 @@ def due():
     for op, left in LEFT.items():
         attacks = clauses_of(Subject(backend.name, op))[0]
         common = {f"{a.clause.id[:-2]}{n}" for a in attacks for n in range(91, 99)}
-        yield from (pytest.param(op, a, id=a.clause.id) for a in attacks if a.clause.id not in {*left, *common})
+        for a in (a for a in attacks if a.clause.id not in {*left, *common}):
+            yield pytest.param(op, a, id=a.clause.id, marks=[pytest.mark.slow] if a.clause.id in SLOW else [])
 
 
 with rlk.registered(backend):
