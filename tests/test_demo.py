@@ -334,7 +334,6 @@ def test_the_backends_for_a_gpu_are_those_made_for_its_architecture(arch, folder
     assert module.folders("cpu", "x86_64") == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_exact_run_differs_in_no_bit_over_many_updates(dtype, monkeypatch) -> None:
     # A reward that an untrained model has a part of, so that every update moves the weights.
