@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from rlkernel_core.decision import Decision
 
 _SHOWN = 100  # characters of a name
-_CHOICES = 40  # names that a message lists
 
 
 class RLKernelError(Exception):
@@ -202,12 +201,9 @@ class AuditWarning(RLKernelWarning):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`"; did you mean 'x'?"`, or the choices, as many as one reads, when nothing is near."""
+    """`"; did you mean 'x'?"`, or the list of choices when nothing is near."""
     choices = sorted(known)
     near = difflib.get_close_matches(name, choices, n=2, cutoff=0.6)
     if near:
         return "; did you mean " + " or ".join(repr(n) for n in near) + "?"
-    if not choices:
-        return "; none is known"
-    more = len(choices) - _CHOICES
-    return "; choose from " + ", ".join(choices[:_CHOICES]) + (f" and {more} more" if more > 0 else "")
+    return "; choose from " + ", ".join(choices) if choices else "; none is known"

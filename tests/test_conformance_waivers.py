@@ -52,6 +52,7 @@ def test_a_waiver_counts_up_to_its_last_day_and_for_its_backend_alone(tmp_path) 
         ({"expires": "2026-11-20"}, ConfigError, "expired on 2026-11-20; see #7"),
         ({"expires": '"2027-01-01"'}, ConfigError, "expires of a waiver is a day"),
         ({"clause": '"GF-99"'}, UnknownNameError, "unknown clause 'GF-99'"),
+        ({"clause": '"#7"'}, UnknownNameError, "unknown clause '#7'; choose from AD-01, AT-01, "),
         ({"backend": '"acne"'}, UnknownNameError, "did you mean 'acme'"),
         ({"backend": '"torch"'}, ConfigError, "keeps every clause"),
         ({"issue": '" "'}, ConfigError, "issue of a waiver is text"),

@@ -92,11 +92,5 @@ def test_a_name_that_is_no_text_is_unknown_like_any_other(name) -> None:
         OPERATORS[name]
 
 
-def test_a_message_lists_as_many_names_as_one_reads() -> None:
-    known = [f"XY-{n:03}" for n in range(500)]
-    expected = f"unknown clause '?'; choose from {', '.join(known[:40])} and 460 more"
-    assert str(UnknownNameError("clause", "?", known)) == expected
-
-
 def test_a_decision_survives_whole() -> None:
     assert pickle.loads(pickle.dumps(DECISION)) == DECISION

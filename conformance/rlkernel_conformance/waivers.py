@@ -57,7 +57,7 @@ def read(path: Path, backend: str, known: Collection[str], today: date) -> tuple
     clauses = {c.id for spec in OPERATORS.values() for c in spec.clauses}
     for waiver in found:
         if waiver.clause not in clauses:
-            raise UnknownNameError("clause", waiver.clause, clauses)
+            raise UnknownNameError("clause", waiver.clause, _like(waiver.clause, clauses))
         if waiver.backend not in known:
             raise UnknownNameError("backend", waiver.backend, known)
         if waiver.backend == PLAIN_TORCH:
@@ -92,3 +92,8 @@ def _waiver(path: Path, table: Any) -> Waiver:
             wanted = "a day, such as 2027-01-31" if kind is date else "text that is not empty"
             raise ConfigError(f"{path}: {name} of a waiver is {wanted}; got {short(table[name])}")
     return Waiver(**table)
+
+
+def _like(clause: str, clauses: Iterable[str]) -> list[str]:
+    """The clauses of the same operator; of none, the first of each operator."""
+    return [c for c in clauses if c[:3] == clause[:3]] or [c for c in clauses if c.endswith("-01")]
