@@ -50,8 +50,8 @@ def merged(acc, top, total, acc_c, top_c, total_c):
 
 
 @triton.jit
-def finished(acc, top, total, sink, HAS_SINKS: tl.constexpr):
-    """Out [M, W] in fp32 and lse [M], from what all chunks make together and the sinks [M]."""
+def finished(acc, top, total, sink, lost, HAS_SINKS: tl.constexpr):
+    """Out [M, W] in fp32 and lse [M], from what all chunks make together and the sinks [M]; NaN where `lost`."""
     empty = total == 0.0
     if HAS_SINKS:
         own = sink * LOG2E
@@ -62,10 +62,11 @@ def finished(acc, top, total, sink, HAS_SINKS: tl.constexpr):
     y = tl.div_rn(acc, tl.broadcast_to(tl.where(total == 0.0, 1.0, total)[:, None], acc.shape))
     y = tl.where((total == 0.0)[:, None] | (y == 0.0), 0.0, y)  # a tile that is not seen may turn -0 to 0
     lse = (top + tl.log2(total)) * LN2
-    return y, tl.where(empty, sink, lse)
+    lse = tl.where(empty, sink, lse)
+    return tl.where(lost, float("nan"), y), tl.where(lost, float("nan"), lse)
 
 
-@triton.jit(do_not_specialize=["T", "S", "B", "P", "N", "Hq", "window", "chunks"])
+@triton.jit(do_not_specialize=["T", "S", "B", "P", "N", "Hq", "window", "most", "chunks"])
 def attend(
     q,  # [T, Hq, D], q_token and q_head from one to the next
     k, v,  # [S, Hk, D], or [N, G, Hk, D] with PAGED
@@ -75,9 +76,10 @@ def attend(
     sinks,  # [Hq] with HAS_SINKS
     out,  # [T, Hq, D]; with SPLIT sums of chunks [chunks, T, Hq, D] fp32
     lse,  # [T, Hq] fp32; with SPLIT top and total of chunks, [chunks, T, Hq, 2] fp32
-    spans,  # [T, 2] int32 with SPLIT: the first chunk of a query, and the end of them
+    spans,  # [T, 2] int32 with SPLIT: the first chunk of a query, and the end of them; -1 of one that gives NaN
     T, S, B, P, N, Hq, q_token, q_head, k_page, k_token, k_head, v_page, v_token, v_head,
     scale, softcap, window,
+    most,  # keys: queries of a sequence that has more give NaN
     chunks,  # with SPLIT
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, PAGED: tl.constexpr,
     SPLIT: tl.constexpr,  # a program takes one of the chunks
@@ -107,11 +109,13 @@ def attend(
     there = (token < m) & (row < STEP * EACH) & (of_group < E)
     at = n - m + token
     low, high = spread(n - m + local, n - m + tl.minimum(local + STEP, m) - 1, n, window, KEYS, CAUSAL, WINDOW)
+    lost = n > most
+    low, high = tl.where(lost, 0, low), tl.where(lost, 0, high)
     if SPLIT:
         if (chunk == 0) & (head == 0):
             here = there & (of_group == 0)
-            tl.store(spans + (start + token) * 2, token * 0 + low // CHUNK, mask=here)
-            tl.store(spans + (start + token) * 2 + 1, token * 0 + tl.cdiv(high, CHUNK), mask=here)
+            tl.store(spans + (start + token) * 2, token * 0 + tl.where(lost, -1, low // CHUNK), mask=here)
+            tl.store(spans + (start + token) * 2 + 1, token * 0 + tl.where(lost, -1, tl.cdiv(high, CHUNK)), mask=here)
         if (chunk < low // CHUNK) | (chunk * CHUNK >= high):
             return
         low = tl.maximum(low, chunk * CHUNK)
@@ -167,7 +171,7 @@ def attend(
         sink = tl.full([ROWS], float("-inf"), tl.float32)
         if HAS_SINKS:
             sink = tl.load(sinks + h, mask=there, other=0.0).to(tl.float32)
-        y, logs = finished(whole, best, sum_, sink, HAS_SINKS)
+        y, logs = finished(whole, best, sum_, sink, lost, HAS_SINKS)
         tl.store(out + at_row[:, None] * D + d, stored_as(y, out.dtype.element_ty), mask=there[:, None] & wide)
         tl.store(lse + at_row, logs, mask=there)
 
@@ -192,7 +196,8 @@ def merge_chunks(
     acc = tl.zeros([1, W], tl.float32)
     top = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
-    for chunk in range(tl.load(spans + token * 2), tl.load(spans + token * 2 + 1)):
+    begin = tl.load(spans + token * 2)
+    for chunk in range(begin, tl.load(spans + token * 2 + 1)):
         at = chunk * plane + token * Hq + h
         top_c, total_c = tl.load(tops + at * 2), tl.load(tops + at * 2 + 1)
         acc_c = tl.load(parts + at[:, None] * D + d, mask=wide, other=0.0)
@@ -200,7 +205,7 @@ def merge_chunks(
     sink = tl.full([1], float("-inf"), tl.float32)
     if HAS_SINKS:
         sink = tl.load(sinks + h).to(tl.float32)
-    y, logs = finished(acc, top, total, sink, HAS_SINKS)
+    y, logs = finished(acc, top, total, sink, begin < 0, HAS_SINKS)
     at = token * Hq + h
     tl.store(out + at[:, None] * D + d, stored_as(y, out.dtype.element_ty), mask=wide)
     tl.store(lse + at, logs)

@@ -19,7 +19,7 @@ from rlkernel_common.fixed_sums import lanes_of, row_sum
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
 from rlkernel_core.reasons import Reason
-from rlkernel_core.spec.attention import AttentionCall, AttentionResult, scale_of
+from rlkernel_core.spec.attention import AttentionCall, AttentionResult, most_keys, scale_of
 from rlkernel_triton.attention import gradient_kernels, kernels
 from rlkernel_triton.attention.tiles import CHUNK, NARROWEST, WIDEST, Tile, tile_for
 from rlkernel_triton.common.device import arch_of, has_pdl
@@ -129,15 +129,15 @@ class _Host:
         for name, found in zip("kv", of_keys, strict=True):
             strides |= dict(zip((f"{name}_token", f"{name}_head"), found[-2:], strict=True))
         G, N, P = 1, 0, 0
-        self._most = k.shape[0]
+        self._S = k.shape[0]
         self._pages = {"k_page": 0, "v_page": 0}
         if table is not None:
             (N, G), P = k.shape[:2], table.shape[1]
-            self._most = P * G
+            self._S = P * G
             self._pages = {f"{name}_page": found[0] for name, found in zip("kv", of_keys, strict=True)}
         scale, cap = scale_of(call), call.softcap
         self._numbers: dict[str, Any] = {
-            **strides, "T": self._T, "B": B, "S": self._most, "Hq": self._Hq, "E": self._E, "D": self._D, "W": self._W,
+            **strides, "T": self._T, "B": B, "S": self._S, "Hq": self._Hq, "E": self._E, "D": self._D, "W": self._W,
             "OPERAND": OPERAND_TYPES[torch.float32 if INTERPRETED else q.dtype],
             "CAUSAL": call.causal, "WINDOW": call.window is not None, "HAS_CAP": cap is not None,
             "scale": scale if cap is not None else scale * log2(e), "softcap": 1.0 if cap is None else float(cap),
@@ -150,6 +150,7 @@ class _Host:
         self._arch, self._options = arch_of(q), {**options_of(q), **_ROUNDED}
         tile = self._tile("forward")
         programs = self._blocks(tile)
+        self._most = most_keys(call)
         self._chunks = triton.cdiv(self._most, CHUNK)
         # Few programs would leave multiprocessors idle while others walk all keys.
         self._split = self._chunks > 1 and programs < 2 * machine(q.device).multiprocessors
@@ -220,7 +221,7 @@ class _Host:
             return self._bound(launcher, gradient_kernels.key_gradients, tile, any_alignment=("g",), **self._factor)
 
         if d_k.numel():
-            grid = ((self._most // tile.KEYS + self._B + 1) * self._keys[1], 1, 1)
+            grid = ((self._S // tile.KEYS + self._B + 1) * self._keys[1], 1, 1)
             self._plan.get("keys", bound)(grid, *lying, *rows, *places[:2], d_k, d_v)
         return d_k, d_v
 
@@ -246,6 +247,7 @@ class _Host:
     def _bound_forward(self, launcher: Launcher) -> Launch:
         return self._bound(
             launcher, kernels.attend, self._tile("forward"), **self._paging, HAS_SINKS=self._sinks, SPLIT=self._split,
+            most=self._most,
             chunks=self._chunks, CHUNK=CHUNK, USE_PDL=self._pdl,
         )  # fmt: skip
 

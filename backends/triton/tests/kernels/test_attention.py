@@ -198,6 +198,18 @@ def test_a_page_that_is_none_gives_nan_to_the_queries_that_see_it(device) -> Non
         assert [bool(x[48:].isnan().all()) for x in found] == [True, True]
 
 
+@pytest.mark.parametrize("n", [90, LONG])
+def test_a_bound_on_keys_changes_no_bit_where_it_holds_and_gives_nan_where_not(n, device) -> None:
+    q, k, v = drawn(7, 2, 16), drawn(n + 4, 1, 16, seed=1), drawn(n + 4, 1, 16, seed=2)
+    call = {"q": q, "k": k, "v": v, "cu_q": offsets([3, 3]), "cu_k": offsets([n, 4]), "sinks": drawn(2, seed=3)}
+    want = run(device, **call)
+    assert same_bits(run(device, **call, max_k=n), want) == [True, True]
+    for most in (n - 1, 4):
+        found = run(device, **call, max_k=most)
+        assert [bool(x[:3].isnan().all()) for x in found] == [True, True]
+        assert same_bits([x[3:] for x in found], [x[3:] for x in want]) == [True, True]
+
+
 def test_nan_of_another_sequence_reaches_no_query(device) -> None:
     q, k, v = drawn(40, 2, 16), drawn(40, 1, 16, seed=1), drawn(40, 1, 16, seed=2)
     want = run(device, q=q, k=k, v=v, cu_q=offsets([20, 20]))
