@@ -35,11 +35,11 @@ def verdict(effort=EFFORT, **changes) -> str:
 
 @pytest.fixture(scope="module")
 def content() -> dict:
-    return run("torch", PROFILES["quick"], ops=("group_filter",))
+    return run("torch", EFFORT, ops=("group_filter",))
 
 
 def test_two_runs_have_one_hash_whenever_they_were_made(content) -> None:
-    again = run("torch", PROFILES["quick"], ops=("group_filter",))
+    again = run("torch", EFFORT, ops=("group_filter",))
     [clause, *_] = again["operators"]["group_filter@1"]["clauses"]
     clause |= {"date": "2001-01-01", "seconds": 1e9}
     assert reports.content_hash(again) == content["hash"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -68,7 +69,8 @@ def cheerful(tmp_path, monkeypatch):
 
 
 def test_a_backend_that_is_not_installed_is_attacked_with_the_variables_it_needs(cheerful, tmp_path) -> None:
-    words = ["run", "cheerful", "--manifest", "cheerful_kernels:backend", "--op", "group_filter", "--report", "made"]
+    words = ["run", "cheerful", "--manifest", "cheerful_kernels:backend", "--op", "group_filter", "--clause", "GF-01"]
+    words += ["--report", "made"]
     code = "from rlkernel.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-P", "-c", code, "conformance", *words],
@@ -77,7 +79,8 @@ def test_a_backend_that_is_not_installed_is_attacked_with_the_variables_it_needs
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "made" / "report.json").read_text())["operators"]["group_filter@1"]["clauses"]
+    assert [(c["clause"], c["status"]) for c in found if c["status"] != "not_run"] == [("GF-01", "held")], done.stderr
     assert "Triton interpreter, CPU" in (tmp_path / "made" / "report.md").read_text()
     assert "`TRITON_INTERPRET=1`" in (tmp_path / "made" / "report.md").read_text()
     assert "   1/" in done.stderr.splitlines()[0]  # progress
@@ -115,7 +118,7 @@ def test_a_graph_holds_the_collectives_of_as_many_ranks_as_there_are_gpus(monkey
 
 
 def test_several_processes_share_an_operator_and_its_report_is_the_same() -> None:
-    alone, shared = (run("torch", EFFORT, ops=OPS[:1], jobs=jobs) for jobs in (1, 3))
+    alone, shared = (run("torch", EFFORT, ops=OPS[:1], jobs=jobs) for jobs in (1, 2))
     assert len(shares(list(range(11)), 8)) == 5  # two clauses each at least
     assert shared["hash"] == alone["hash"]
 
