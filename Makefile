@@ -49,7 +49,7 @@ $(GPU_VENV)/.rlkernel-ready: pyproject.toml
 test: $(STAMP) ## all tests; TESTS='tests/test_sample.py -k seed' are some of them
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto --dist worksteal -m "not slow" $(TESTS)
 
-slow: $(STAMP) ## the tests that `make test` leaves out: minutes each, of behavior that cheaper ones test too
+slow: $(STAMP) ## the tests that `make test` leaves out: the demo learns, and what cheaper ones have in part
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -q -n auto -m slow $(TESTS)
 
 check: $(STAMP) ## ruff and mypy
