@@ -353,7 +353,6 @@ def test_int4_weights_that_the_trainer_does_not_see_differ(tmp_path) -> None:
     assert start(tmp_path / "run")["tokens_that_differ"] > 0
 
 
-@pytest.mark.slow
 def test_it_learns(tmp_path) -> None:
     command = [
         sys.executable,
