@@ -86,11 +86,31 @@ def test_packed_sequences_have_the_bits_of_each_alone() -> None:
             whole(model, packed["ids"], position_ids=packed["position_ids"])
 
 
-def test_int4_weights_are_exact_too() -> None:
+def test_int4_weights_are_exact_too_and_keep_their_names() -> None:
     model = decoder("qwen3")
     rlk.nn.quantize_model(model, rlk.nn.QuantPolicy("int4_g32"))
+    names = list(model.state_dict())
     with rlk.exact(model):
+        assert list(model.state_dict()) == names
         assert torch.equal(by_token(model), whole(model))
+
+
+def test_lora_beside_a_quantized_weight_is_refused_also_later() -> None:
+    model = decoder("qwen3")
+    rlk.nn.quantize_model(model, rlk.nn.QuantPolicy("int4_g32"))
+    layer = model.model.layers[0].mlp.down_proj
+    with rlk.exact(model):
+        layer.add_lora(2, 4.0, torch.float32)
+        with pytest.raises(rlk.HostError, match="LoRA beside a quantized weight has no exact form"):
+            whole(model)
+    with pytest.raises(rlk.HostError, match="LoRA beside a quantized weight has no exact form"):
+        rlk.exact(model)
+
+
+def test_a_model_that_is_exact_already_is_refused() -> None:
+    model = decoder("llama")
+    with rlk.exact(model), pytest.raises(rlk.HostError, match="exact already"):
+        rlk.exact(model)
 
 
 def test_every_parameter_has_a_gradient_and_keeps_its_name() -> None:

@@ -18,10 +18,6 @@ def counts(cu: Tensor) -> Tensor:
     return cu.long().diff()
 
 
-def offsets(lengths: Tensor) -> Tensor:
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-
-
 def keys_of(call: AttentionCall) -> Tensor:
     if call.seqused_k is not None:
         return call.seqused_k.long()
@@ -40,11 +36,6 @@ def aligned_to_the_start(right: Run, call: AttentionCall) -> AttentionResult:
     if not call.causal or call.page_table is None:
         return right(call)
     return right(replace(call, seqused_k=torch.minimum(keys, queries).to(call.seqused_k.dtype)))  # type: ignore[union-attr]
-
-
-def one_key_more(right: Run, call: AttentionCall) -> AttentionResult:
-    """The window is a key longer, as in libraries whose window counts the keys to the left."""
-    return right(call if call.window is None else replace(call, window=call.window + 1))
 
 
 def neighbors_reach(right: Run, call: AttentionCall) -> AttentionResult:
@@ -102,11 +93,6 @@ def beside_a_longer(call: AttentionCall) -> Tensor:
     return (keys < keys.max())[at] if keys.numel() else at > 0
 
 
-def lse_without_gradient(right: Run, call: AttentionCall) -> AttentionResult:
-    out = right(call)
-    return replace(out, lse=out.lse.detach())
-
-
 def heads_in_another_order(call: AttentionCall) -> Tensor:
     """Query head h reads keys of head h % Hk."""
     Hq, Hk = call.q.shape[1], call.k.shape[-2]
@@ -141,10 +127,6 @@ def sink_has_a_value(right: Run, call: AttentionCall) -> AttentionResult:
     return out if call.sinks is None else replace(out, out=right(replace(call, sinks=None)).out)
 
 
-def cap_after_the_mask(right: Run, call: AttentionCall) -> AttentionResult:
-    return right(call if call.softcap is None else replace(call, softcap=call.softcap * 2))
-
-
 def without_its_own_check(call: AttentionCall) -> AttentionCall:
     heads = call.q.dim() == 3 and call.k.dim() == 3 and call.k.shape[-1] > call.q.shape[-1] >= 1
     if not heads:
@@ -160,14 +142,6 @@ def keys_without_gradient_of_whole_tiles(right: Run, call: AttentionCall) -> Att
     kept = call.k.shape[0] // 16 * 16
     k, v = (torch.cat([x[:kept], x[kept:].detach()]) for x in (call.k, call.v))
     return right(replace(call, k=k, v=v))
-
-
-def cut(right: Run, call: AttentionCall) -> AttentionResult:
-    """Keys beyond the bound are left out without a word."""
-    if call.max_k is None:
-        return right(call)
-    out = right(replace(call, max_k=None))
-    return AttentionResult(out.out, out.lse)
 
 
 def scales(call: AttentionCall) -> None:
@@ -192,10 +166,12 @@ BUGS: Final = {
     "a_bad_page_is_the_first": Bug(
         "AT-07", "bad pages are read as page 0", plant.given(page_table=bad_pages_are_the_first)
     ),
-    "window_of_a_key_more": Bug("AT-08", "the window counts keys to the left", one_key_more),
-    "softcap_is_doubled": Bug("AT-09", "the cap is not where it should be", cap_after_the_mask),
+    "window_of_a_key_more": Bug("AT-08", "the window counts keys to the left", plant.maps(window=lambda n: n + 1)),
+    "softcap_is_doubled": Bug("AT-09", "the cap is twice what it should be", plant.maps(softcap=lambda c: 2 * c)),
     "sink_is_in_lse_alone": Bug("AT-10", "the sink takes no share", sink_has_a_value),
-    "lse_has_no_gradient": Bug("AT-11", "lse detached, and grad claimed all the same", lse_without_gradient),
+    "lse_has_no_gradient": Bug(
+        "AT-11", "lse detached, and grad claimed all the same", plant.returns(lse=lambda _, out: out.lse.detach())
+    ),
     "sinks_are_constants": Bug("AT-11", "sinks detached", plant.maps(sinks=Tensor.detach)),
     "keys_of_whole_tiles_alone": Bug(
         "AT-11", "keys beyond whole tiles get no gradient", keys_without_gradient_of_whole_tiles
@@ -211,7 +187,7 @@ BUGS: Final = {
         "AT-16", "one block size for all, chosen by the longest (vLLM)", changed_bits(beside_a_longer)
     ),
     "asks_the_host": plant.reads_a_value("AT-17", lambda c: c.cu_q),
-    "the_bound_cuts": Bug("AT-18", "sequences beyond the bound give numbers", cut),
+    "max_k_is_ignored": Bug("AT-18", "the bound is accepted and has no effect", plant.ignores("max_k")),
     "window_is_ignored": Bug("AT-08", "the window is accepted and has no effect", plant.ignores("window")),
     "softcap_is_ignored": Bug("AT-09", "the softcap is accepted and has no effect", plant.ignores("softcap")),
     "sinks_are_ignored": Bug("AT-10", "sinks are accepted and have no effect", plant.ignores("sinks")),

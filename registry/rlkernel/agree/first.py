@@ -33,7 +33,7 @@ def first_difference(model: Pretrained, ids: Tensor) -> Divergence | None:
     """Run ids [B, T] at once and token by token, and compare what each module gives, in the order of calls.
 
     Returns:
-        The first module without modules of its own, or None where all have the same bits.
+        The first module without modules of its own, or the first attention; None where all have the same bits.
     """
     with _recorded(model.model) as whole:
         model.full(ids)
@@ -65,7 +65,7 @@ def _recorded(model: Any) -> Iterator[list[tuple[str, str, Tensor]]]:
 
         return hook
 
-    innermost = [(p, m) for p, m in model.named_modules() if not any(True for _ in m.children())]
+    innermost = [(p, m) for p, m in model.named_modules() if next(m.children(), None) is None]
     attentions = [(p, m) for p, m in model.named_modules() if type(m).__name__.endswith("Attention")]
     hooks = [m.register_forward_hook(recording(p)) for p, m in (*innermost, *attentions)]
     try:

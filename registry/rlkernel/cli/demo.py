@@ -75,7 +75,7 @@ def command(
     from rlkernel.demo.scale import place
 
     _, scale = place(device)
-    recipe = dataclasses.replace(scale.recipe, steps=steps, exact=exact) if steps is not None else None
+    recipe = dataclasses.replace(scale.recipe, steps=steps) if steps is not None else None
     names = backends_named(order)
     with _Display(quiet=json) as display:
         try:

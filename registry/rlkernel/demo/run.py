@@ -30,7 +30,7 @@ class Options:
     out: Path | None = None  # run folder; None: runs/grpo-<time>
     order: tuple[str, ...] = ()  # backends; empty: what the configuration says
     device: str | None = None  # as torch spells it; None: a GPU if there is one, else the CPU
-    exact: bool = False  # as in `Recipe`, for the device's own
+    exact: bool = False  # both sides by operators of exact bits, whatever the recipe says
     recipe: Recipe | None = None  # None: the device's, cut to the time that it may take there
 
 
@@ -57,7 +57,8 @@ def run(options: Options, watch: Callable[[Progress], None] = lambda _: None) ->
         KeyboardInterrupt: passed on after the run folder has been completed.
     """
     device, scale = place(options.device)
-    recipe = options.recipe or replace(scale.recipe, exact=options.exact)
+    recipe = options.recipe or scale.recipe
+    recipe = replace(recipe, exact=recipe.exact or options.exact)
     folder = options.out or Path("runs") / time.strftime("grpo-%Y%m%d-%H%M%S")
     if folder.exists():
         raise ConfigError(f"out: {folder} exists already; name another folder, or delete it")

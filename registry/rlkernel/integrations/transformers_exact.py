@@ -32,7 +32,6 @@ HOST: Final = Host(
             "PreTrainedModel.set_attn_implementation",
             "self, attn_implementation, allow_all_kernels",
         ),
-        Symbol("transformers.masking_utils", "causal_mask_function", "batch_idx, head_idx, q_idx, kv_idx"),
     ),
 )
 
@@ -51,7 +50,6 @@ def places(
     kv_length: int,
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
-    mask_function: Any = None,  # noqa: ARG001 theirs
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     device: Any = None,
@@ -125,7 +123,8 @@ def attention_by(calls: Counter[str]) -> Any:
         if dropout:
             raise HostError(f"attention_dropout = {dropout}: what is dropped depends on the batch; set it to 0")
         if not isinstance(attention_mask, Places):
-            raise HostError(f"{type(module).__name__} gave a mask of its own, {type(attention_mask).__name__}")
+            given = f"{type(module).__name__} gave a mask of its own, {type(attention_mask).__name__}"
+            raise HostError(f"{given}; pass attention_mask [B, S] of padding, or none")
         cu_q, cu_k, known = attention_mask
         if cu_seq_lens_q is not None:
             cu_q, cu_k = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k

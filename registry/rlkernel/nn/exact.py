@@ -1,7 +1,7 @@
 """Layers of a decoder by the operators whose bits do not depend on the batch.
 
-Each stands where another module stood and holds that module's own parameters: names in the state dict, optimizers and
-tied weights stay as they are.
+Each replaces a module and holds that module's own parameters: names in the state dict, optimizers and tied weights stay
+as they are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 import rlkernel as rlk
 from rlkernel.nn.linear import QuantLinear
-from rlkernel_core.errors import ArgumentError
+from rlkernel_core.errors import HostError
 
 # torch's function -> the operator's activation
 ACTIVATIONS: Final = {
@@ -30,9 +30,7 @@ class ExactLinear(torch.nn.Linear):
     """`torch.nn.Linear` by `rlkernel.linear`."""
 
     def __init__(self, linear: torch.nn.Linear) -> None:
-        torch.nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
+        self.__dict__ = linear.__dict__  # one state for both: what moves, casts or hooks one does so to the other
 
     def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
         """`x weight^T + bias`, rounded once; `x` [..., K] gives [..., N]."""
@@ -40,19 +38,21 @@ class ExactLinear(torch.nn.Linear):
         return result
 
 
-class ExactQuantLinear(torch.nn.Module):
+class ExactQuantLinear(QuantLinear):
     """`QuantLinear` by `rlkernel.linear` on the dequantized weight, which is made anew in each call."""
 
     def __init__(self, linear: QuantLinear) -> None:
-        super().__init__()
-        if linear.lora is not None:
-            raise ArgumentError("model", "a layer with LoRA", "has no exact form yet", "Merge LoRA, or train without.")
-        self.quantized = linear
+        self.__dict__ = linear.__dict__  # as in `ExactLinear`
 
     def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
-        """As `ExactLinear` of `dequantize(weight)`; no gradient reaches the weight."""
-        weight = rlk.dequantize(self.quantized.weight, dtype=x.dtype)
-        result: Tensor = rlk.linear(x, weight, bias=self.quantized.bias)
+        """As `ExactLinear` of `dequantize(weight)`; no gradient reaches the weight.
+
+        Raises:
+            HostError: the layer has LoRA, which has no exact form.
+        """
+        if self.lora is not None:
+            raise HostError("LoRA beside a quantized weight has no exact form; merge it, or leave it out")
+        result: Tensor = rlk.linear(x, rlk.dequantize(self.weight, dtype=x.dtype), bias=self.bias)
         return result
 
 

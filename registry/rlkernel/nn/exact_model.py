@@ -8,8 +8,8 @@ Linear layers, RMS norms and gated MLPs are replaced by modules that hold the sa
 transformers' own registry. What remains transformers' are rows of an embedding, rotary angles, and additions and
 products of single elements.
 
-A model is taken whole or refused: a module that nothing here stands for is named. Afterwards its logits are compared
-with what they were, and the operators that ran are asked whether their bits may depend on the batch.
+A model is taken whole or refused, with the name of the first module that has no exact form. Then its logits are
+compared with those of before, and the operators that ran with those that run where batch invariance is needed.
 """
 
 from __future__ import annotations
@@ -88,6 +88,8 @@ def exact(model: Any, *, force: bool = False) -> Exact:
     if not isinstance(model, utils.PreTrainedModel):
         fix = "Pass what AutoModelForCausalLM.from_pretrained gives."
         raise ArgumentError("model", type(model).__name__, "is no model of transformers", fix)
+    if model.config._attn_implementation == NAME:  # noqa: SLF001 it has no other name
+        raise HostError(f"{type(model).__name__} is exact already; undo() what exact() returned before")
     entry = registered(HOST, found, "AttentionInterface: rlkernel", "modules of a model")
     utils.AttentionInterface.register(NAME, attention_by(entry.calls))
     masks.AttentionMaskInterface.register(NAME, places)
@@ -165,7 +167,7 @@ def _apart(found: Tensor, expected: Tensor) -> float:
 
 
 def _replacements(model: Any) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Paths and what stands there from now on, a module before those within it."""
+    """Paths, and the module that replaces the one there; a module comes before those within it."""
     for path, module in model.named_modules():
         name = type(module).__name__
         if type(module) is torch.nn.Linear:
@@ -175,12 +177,18 @@ def _replacements(model: Any) -> Iterator[tuple[str, torch.nn.Module]]:
         elif all(hasattr(module, part) for part in ("gate_proj", "up_proj", "down_proj", "act_fn")):
             activation = ACTIVATIONS.get(type(module.act_fn).__name__)
             if activation is None:
-                raise HostError(f"{path}.act_fn is a {type(module.act_fn).__name__}, which glu does not compute")
+                raise HostError(
+                    f"{path}.act_fn is a {type(module.act_fn).__name__}; glu computes {', '.join(ACTIVATIONS)}. "
+                    "Nothing was changed"
+                )
             yield path, ExactGatedMLP(module, activation)
         elif name.endswith("RMSNorm"):
             yield path, _norm(path, module)
         elif not name.endswith(HARMLESS) or (_has_parameters(module) and not isinstance(module, torch.nn.Embedding)):
-            raise HostError(f"{path} is a {name}, for which there is no exact form. Nothing was changed")
+            raise HostError(
+                f"{path} is a {name}, which has no exact form: exact() takes dense decoders of the Llama, Qwen, "
+                "Mistral and Gemma classes. Nothing was changed"
+            )
 
 
 def _has_parameters(module: torch.nn.Module) -> bool:

@@ -1,6 +1,6 @@
 """attention@1 on Triton: one launch forward, or two where few queries may have many keys; backward up to three.
 
-Whether keys are split is told by sizes alone, so that a captured graph is what the same call would launch.
+Sizes alone decide whether keys are split, so that a captured graph launches what the same call would.
 
 Legend: T queries · S rows of keys, or the most keys that a sequence in pages has · B sequences · Hq, Hk heads, E = Hq /
 Hk · D width of a head.
