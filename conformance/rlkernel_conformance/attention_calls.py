@@ -186,7 +186,8 @@ def bounded(subject: Subject, output: str, dtype: str, found: Reached) -> Bounde
     atol, rtol = subject.tolerance(output, dtype)
     summed, _ = subject.tolerance(output, "float64" if dtype == "float64" else "float32")
     finite = np.where(np.isfinite(found.value), np.abs(found.value), 0.0)
-    least = 2.0**-24 if dtype == "float16" else 0.0  # fp16's least step
+    # fp16's least step is 2^-24: the result is rounded to it, and each factor of a sum.
+    least = 2.0**-24 + 2.0**-25 * found.weighed if dtype == "float16" else 0.0
     return found.value, rtol * finite + atol * found.size + summed * found.bent + least
 
 
@@ -205,7 +206,9 @@ def expected_gradients(subject: Subject, given: Mapping[str, Any], up: Mapping[s
     """Those of q, k, v (keys in rows) and sinks, for upstream gradients of out and lse."""
     zeros = {"out": np.zeros(given["q"].shape), "lse": np.zeros(given["q"].shape[:2])}
     g, g_lse = (np.broadcast_to(up.get(n, zero), zero.shape) for n, zero in zeros.items())
-    totals = {n: Reached(*(np.zeros(given[n].shape) for _ in range(3))) for n in GRADED if given.get(n) is not None}
+    totals = {
+        n: Reached(*(np.zeros(given[n].shape) for _ in Reached._fields)) for n in GRADED if given.get(n) is not None
+    }
     for s in sequences(given):
         found = attention_gradients(s.q, s.k, s.v, *options(given), g[s.rows], g_lse[s.rows])
         for name, place, one in zip(GRADED, (s.rows, s.keys, s.keys, slice(None)), found, strict=True):

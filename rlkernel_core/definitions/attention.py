@@ -1,8 +1,9 @@
 """float64 definition of attention (Vaswani et al., arXiv:1706.03762) and its gradients, one query at a time.
 
 Sequences are lists of arrays here: q [m, Hq, D], k and v [n, Hk, D]. Beside each number stands how far rounded operands
-may move it, in two parts: `size`, the sum of the sizes of its terms, which a relative error of each term multiplies,
-and `bent`, the same times the sum |q| |k| of the products, which the error of a score multiplies.
+may move it, in three parts: `size`, the sum of the sizes of its terms, which a relative error of each term multiplies;
+`bent`, the same times the sum |q| |k| of the products, which the error of a score multiplies; and `weighed`, the sum of
+the sizes of what probabilities or their gradients are multiplied with, which the least step of their dtype multiplies.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ import numpy as np
 
 
 class Reached(NamedTuple):
-    """Values, and the two parts of what an error may be relative to."""
+    """Values, and the three parts of what an error may be relative to."""
 
     value: np.ndarray
     size: np.ndarray
     bent: np.ndarray
+    weighed: np.ndarray
 
 
 def sees(n, m, causal=True, window=None):
@@ -32,7 +34,9 @@ def attention(q, k, v, scale, causal=True, window=None, softcap=None, sinks=None
     p, lse, reach = _probabilities(q, k, scale, causal, window, softcap, sinks)
     v = np.repeat(v, q.shape[1] // v.shape[1], 1)
     out, size = (np.einsum("hij,jhd->ihd", p, x) for x in (v, np.abs(v)))
-    return Reached(out, size, 2 * size * reach[..., None]), Reached(lse, np.ones_like(lse), reach)
+    weighed = np.einsum("ij,jhd->ihd", sees(len(k), len(q), causal, window), np.abs(v))
+    values = Reached(out, size, 2 * size * reach[..., None], weighed)
+    return values, Reached(lse, np.ones_like(lse), reach, np.zeros_like(lse))
 
 
 def attention_gradients(q, k, v, scale, causal, window, softcap, sinks, g, g_lse):
@@ -48,20 +52,24 @@ def attention_gradients(q, k, v, scale, causal, window, softcap, sinks, g, g_lse
     slope = _slope(q, wide_k, scale, softcap)
     d_s, size_s = d_s * slope * scale, size_s * scale
     bends = 2 * size_s * reach.T[..., None]
-    d_q = [np.einsum("hij,jhd->ihd", a, b) for a, b in _terms(d_s, size_s, bends, wide_k)]
-    d_k = [_grouped(np.einsum("hij,ihd->jhd", a, b), each) for a, b in _terms(d_s, size_s, bends, q)]
-    d_v = [_grouped(np.einsum("hij,ihd->jhd", a, b), each) for a, b in _terms(p, p, 2 * p * reach.T[..., None], g)]
+    seen = np.broadcast_to(sees(len(k), len(q), causal, window), p.shape)
+    steps = seen * max(scale, 1.0)  # whether scores are scaled before their gradients are rounded, or after
+    d_q = [np.einsum("hij,jhd->ihd", a, b) for a, b in _terms(d_s, size_s, bends, steps, wide_k)]
+    d_k = [_grouped(np.einsum("hij,ihd->jhd", a, b), each) for a, b in _terms(d_s, size_s, bends, steps, q)]
+    bends = 2 * p * reach.T[..., None]
+    d_v = [_grouped(np.einsum("hij,ihd->jhd", a, b), each) for a, b in _terms(p, p, bends, seen, g)]
     found = [Reached(*d_q), Reached(*d_k), Reached(*d_v)]
     if sinks is None:
         return (*found, None)
     share = _share_of_sinks(q, k, scale, causal, window, softcap, sinks)  # [m, Hq]
     size = (share * size_own.T).sum(0)
-    return (*found, Reached(-(share * own.T).sum(0), size, (2 * share * size_own.T * reach).sum(0)))
+    bent = (2 * share * size_own.T * reach).sum(0)
+    return (*found, Reached(-(share * own.T).sum(0), size, bent, np.zeros_like(size)))
 
 
-def _terms(value, size, bends, x):
-    """A sum of products three times: of values, of sizes, of what errors of scores bend."""
-    return (value, x), (size, np.abs(x)), (bends, np.abs(x))
+def _terms(value, size, bends, steps, x):
+    """A sum of products four times: of values, of sizes, of what errors of scores bend, of least steps."""
+    return (value, x), *((weight, np.abs(x)) for weight in (size, bends, steps))
 
 
 def _grouped(x, each):

@@ -1,6 +1,8 @@
-"""FlashInfer: sampling and speculative sampling. It returns tokens alone, no log-probability and no kept mass."""
+"""FlashInfer: sampling, speculative sampling (tokens alone, no log-probability and no kept mass), and attention."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -47,13 +49,55 @@ def verify(work: Work) -> Call:
     return run
 
 
+def attention(work: Work) -> Call:
+    """Its wrappers for a cache in pages and for packed rows, planned once for a set of inputs; forward alone.
+
+    With pages its tensor cores are asked for, which are the quicker of two ways where several heads read one.
+    """
+    import flashinfer as fi
+
+    if work.backward:
+        raise NotImplementedError("has no backward pass")
+    B, M, S, Hq, Hk, D = (work.sizes[s] for s in ("B", "M", "S", "Hq", "Hk", "D"))
+    page = int(work.options.get("page", 0))
+    planned: dict[int, Any] = {}
+
+    def plan(given: Inputs) -> Any:
+        q, cu_q = given["q"], given["cu_q"]
+        space = torch.empty(256 << 20, dtype=torch.uint8, device=q.device)
+        dtype = {"q_data_type": q.dtype, "kv_data_type": q.dtype}
+        if not page:
+            rows = fi.BatchPrefillWithRaggedKVCacheWrapper(space, "NHD")
+            rows.plan(cu_q, given["cu_k"], Hq, Hk, D, causal=True, **dtype)
+            return lambda: rows.run(q, given["k"], given["v"])
+        each = S // page
+        first = torch.arange(B + 1, dtype=torch.int32, device=q.device) * each
+        pages, last = given["page_table"].flatten(), torch.full((B,), page, dtype=torch.int32, device=q.device)
+        keys = given["k_pages"], given["v_pages"]
+        if M == 1:
+            one = fi.BatchDecodeWithPagedKVCacheWrapper(space, "NHD", use_tensor_cores=True)
+            one.plan(first, pages, last, Hq, Hk, D, page, **dtype)
+            return lambda: one.run(q, keys)
+        many = fi.BatchPrefillWithPagedKVCacheWrapper(space, "NHD")
+        many.plan(cu_q, first, pages, last, Hq, Hk, D, page, causal=True, **dtype)
+        return lambda: many.run(q, keys)
+
+    def run(given: Inputs) -> Outputs:
+        at = given["q"].data_ptr()
+        if at not in planned:
+            planned[at] = plan(given)
+        return {"out": planned[at]()}
+
+    return run
+
+
 PEERS = (
     Peer(
         "flashinfer",
         "flashinfer-python",
         ("flashinfer",),
-        {"sample": sample, "verify": verify},
-        "flashinfer-python 0.7.2.post1, sampling.py",
+        {"sample": sample, "verify": verify, "attention": attention},
+        "flashinfer-python 0.7.2.post1, sampling.py; 0.6.4, decode.py, prefill.py",
         ran="sample: H200, flashinfer-python 0.7.2.post1, torch 2.11",
     ),
 )

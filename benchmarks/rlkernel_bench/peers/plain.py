@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 
 from rlkernel_bench.peers import Peer
 from rlkernel_bench.peers.decode_chain import chain, dense
@@ -163,6 +164,19 @@ def glu(_work: Work) -> Call:
     return run
 
 
+def attention(work: Work) -> Call:
+    """Torch's own, over keys in rows: it knows no pages."""
+    B, M, S = (work.sizes[s] for s in "BMS")
+    last = causal_lower_right(M, S) if 1 < M < S else None
+
+    def run(given: Inputs) -> Outputs:
+        q, k, v = (given[n].unflatten(0, (B, -1)).transpose(1, 2) for n in "qkv")
+        out = functional.scaled_dot_product_attention(q, k, v, last, is_causal=M == S, enable_gqa=True)
+        return {"out": out.transpose(1, 2).flatten(0, 1)}
+
+    return run
+
+
 def rollout(work: Work) -> Call:
     """Products of torch, with quantized weights unpacked before, and the draw above, launched one by one."""
     draw = sample(Work("", "sample", {"B": work.sizes["B"], "V": work.sizes["V"]}, options=LAW))
@@ -184,6 +198,7 @@ PEERS = (
             "lm_head_sample": lm_head_sample,
             "rms_norm": rms_norm,
             "glu": glu,
+            "attention": attention,
             "ratio_kl": ratio_kl,
             "rollout": rollout,
         },

@@ -12,8 +12,11 @@ Legend as in `kernels`; ROWS rows of a block, tokens times EACH heads · STEP to
 from __future__ import annotations
 
 from rlkernel_triton.attention.places import (
+    all_pages_are,
     columns,
+    is_page,
     keys_of,
+    pages_at,
     plus_product,
     product,
     rows_between,
@@ -52,13 +55,13 @@ def own_sums(
 def shares(
     x, dp,  # products of queries and keys, of upstream gradients and values
     log, own,  # of the queries, broadcast to these
-    seen, scale, softcap,
+    scale, softcap,
     HAS_CAP: tl.constexpr,
 ):  # fmt: skip
-    """P, and the gradients of products over `scale`; 0 where a query does not see a key, whatever that holds."""
-    s, slope = scored(x, scale, softcap, HAS_CAP)
-    p = tl.where(seen, tl.exp2(s - log), 0.0)
-    return p, tl.where(seen, p * (dp - own) * slope, 0.0)
+    """P, and the gradients of products over `scale`, of queries that see their keys."""
+    s, factor, slope = scored(x, scale, softcap, HAS_CAP)
+    p = tl.exp2(s * factor - log)
+    return p, p * (dp - own) * slope
 
 
 @triton.jit(do_not_specialize=["T", "S", "B", "P", "N", "Hq", "window"])
@@ -87,7 +90,7 @@ def query_gradients(
     h = head // PARTS * E + of_group
     there = (token < m) & (row < STEP * EACH) & (of_group < E)
     at = n - m + token
-    low, high = spread(n - m + local, n - m + tl.minimum(local + STEP, m) - 1, n, window, KEYS, CAUSAL, WINDOW)
+    low, full, high = spread(n - m + local, n - m + tl.minimum(local + STEP, m) - 1, n, window, KEYS, CAUSAL, WINDOW)
     d, wide = columns(D, W)
     at_row = (start + token) * Hq + h
     q0 = q + ((start + token) * q_token + h.to(tl.int64) * q_head)[:, None]
@@ -101,10 +104,16 @@ def query_gradients(
     v0 = v + (head // PARTS).to(tl.int64) * v_head
     table0 = table + sequence.to(tl.int64) * P
     acc = tl.zeros([ROWS, W], tl.float32)
+    page = low
+    if PAGED:
+        page = pages_at(low, n, table0, G, KEYS)
+        full = tl.where(all_pages_are(low, high, table0, N, G), full, low)
     for begin in range(low, high, KEYS):
         key, at_k, at_v, known = tile_of_keys(
-            k0, v0, begin, n, first, table0, N, k_page, k_token, v_page, v_token, PAGED, G, KEYS
+            k0, v0, begin, n, first, page, N, k_page, k_token, v_page, v_token, PAGED, G, KEYS
         )
+        if PAGED:
+            page = pages_at(begin + KEYS, n, table0, G, KEYS)
         y = tl.load(at_k[:, None] + d, mask=known[:, None] & wide, other=0.0).to(OPERAND)
         if SLICE:
             s = product(q0, there[:, None], at_k[:, None], known[:, None], ROWS, KEYS, D, W, OPERAND, SLICE)
@@ -113,10 +122,11 @@ def query_gradients(
             z = tl.load(at_v[:, None] + d, mask=known[:, None] & wide, other=0.0).to(OPERAND)
             s = plus_product(x, y.T, tl.zeros([ROWS, KEYS], tl.float32))
             dp = plus_product(up, z.T, tl.zeros([ROWS, KEYS], tl.float32))
-        if PAGED:
-            s = tl.where(known[None, :], s, float("nan"))
-        seen = seen_by(at[:, None], key[None, :], n, window, CAUSAL, WINDOW)
-        _, ds = shares(s, dp, log[:, None], mine[:, None], seen, scale, softcap, HAS_CAP)
+        _, ds = shares(s, dp, log[:, None], mine[:, None], scale, softcap, HAS_CAP)
+        if begin >= full:  # 0 where a query does not see a key, whatever that holds
+            if PAGED:
+                ds = tl.where(is_page(pages_at(begin, n, table0, G, KEYS), N)[None, :], ds, float("nan"))
+            ds = tl.where(seen_by(at[:, None], key[None, :], n, window, CAUSAL, WINDOW), ds, 0.0)
         acc = plus_product(stored_as(ds, k.dtype.element_ty).to(OPERAND), y, acc)
     tl.store(
         d_q + at_row[:, None] * D + d, stored_as(acc * factor, d_q.dtype.element_ty),
@@ -180,7 +190,8 @@ def key_gradients(
         else:
             s = plus_product(y, x.T, tl.zeros([KEYS, ROWS], tl.float32))
             dp = plus_product(z, up.T, tl.zeros([KEYS, ROWS], tl.float32))
-        p, ds = shares(s, dp, log[None, :], mine[None, :], seen, scale, softcap, HAS_CAP)
+        p, ds = shares(s, dp, log[None, :], mine[None, :], scale, softcap, HAS_CAP)
+        p, ds = tl.where(seen, p, 0.0), tl.where(seen, ds, 0.0)  # whatever a key holds that a query does not see
         of_v = plus_product(stored_as(p, v.dtype.element_ty).to(OPERAND), up, of_v)
         of_k = plus_product(stored_as(ds, k.dtype.element_ty).to(OPERAND), x, of_k)
     at_out = (at_key * heads + head)[:, None] * D + d

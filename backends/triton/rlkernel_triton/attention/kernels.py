@@ -23,8 +23,11 @@ width of a head, W the power of two that holds it.
 from __future__ import annotations
 
 from rlkernel_triton.attention.places import (
+    all_pages_are,
     columns,
+    is_page,
     keys_of,
+    pages_at,
     plus_product,
     product,
     rows_of_block,
@@ -108,7 +111,7 @@ def attend(
     h = head // PARTS * E + of_group
     there = (token < m) & (row < STEP * EACH) & (of_group < E)
     at = n - m + token
-    low, high = spread(n - m + local, n - m + tl.minimum(local + STEP, m) - 1, n, window, KEYS, CAUSAL, WINDOW)
+    low, full, high = spread(n - m + local, n - m + tl.minimum(local + STEP, m) - 1, n, window, KEYS, CAUSAL, WINDOW)
     lost = n > most
     low, high = tl.where(lost, 0, low), tl.where(lost, 0, high)
     if SPLIT:
@@ -131,22 +134,29 @@ def attend(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     whole, best, sum_ = acc, top, total  # of the chunks that are merged
+    page = low
+    if PAGED:
+        page = pages_at(low, n, table0, G, KEYS)
+        full = tl.where(all_pages_are(low, high, table0, N, G), full, low)
     for begin in range(low, high, KEYS):
         key, at_k, at_v, known = tile_of_keys(
-            k0, v0, begin, n, first, table0, N, k_page, k_token, v_page, v_token, PAGED, G, KEYS
+            k0, v0, begin, n, first, page, N, k_page, k_token, v_page, v_token, PAGED, G, KEYS
         )
+        if PAGED:  # a tile ahead: where keys are is known before they are asked for
+            page = pages_at(begin + KEYS, n, table0, G, KEYS)
         if SLICE:
             s = product(q0, there[:, None], at_k[:, None], known[:, None], ROWS, KEYS, D, W, OPERAND, SLICE)
         else:
             y = tl.load(at_k[:, None] + d, mask=known[:, None] & wide, other=0.0).to(OPERAND)
             s = plus_product(x, y.T, tl.zeros([ROWS, KEYS], tl.float32))
-        s, _ = scored(s, scale, softcap, HAS_CAP)
-        if PAGED:
-            s = tl.where(known[None, :], s, float("nan"))
-        s = tl.where(seen_by(at[:, None], key[None, :], n, window, CAUSAL, WINDOW), s, float("-inf"))
-        new = tl.maximum(top, tl.max(s, 1))
+        s, factor, _ = scored(s, scale, softcap, HAS_CAP)
+        if begin >= full:
+            if PAGED:
+                s = tl.where(is_page(pages_at(begin, n, table0, G, KEYS), N)[None, :], s, float("nan"))
+            s = tl.where(seen_by(at[:, None], key[None, :], n, window, CAUSAL, WINDOW), s, float("-inf"))
+        new = tl.maximum(top, tl.max(s, 1) * factor)
         base = finite_or_zero(new)
-        p = tl.exp2(s - base[:, None])
+        p = tl.exp2(tl.fma(s, factor + tl.zeros_like(s), tl.zeros_like(s) - base[:, None]))
         keep = tl.exp2(top - base)
         total = total * keep + tl.sum(p, 1)
         acc = acc * keep[:, None]

@@ -65,12 +65,36 @@ def keys_of(sequence, cu_k, B, S, PAGED: tl.constexpr):
 
 
 @triton.jit
+def pages_at(begin, n, table, G: tl.constexpr, KEYS: tl.constexpr):
+    """Pages of a tile's keys, -1 beyond the keys: [KEYS], or [1] where one page has them all."""
+    key = begin + tl.arange(0, 1 if G % KEYS == 0 else KEYS)
+    return tl.load(table + key // G, mask=key < n, other=-1)
+
+
+@triton.jit
+def is_page(page, N):
+    """Whether there is a page."""
+    return (page >= 0) & (page < N)
+
+
+@triton.jit
+def all_pages_are(begin, end, table, N, G: tl.constexpr):
+    """Whether the pages of keys `begin` to `end` are among the N."""
+    wrong = begin * 0
+    for at in range(begin // G, tl.cdiv(end, G), PROBES):
+        entry = at + tl.arange(0, PROBES)
+        page = tl.load(table + entry, mask=entry < tl.cdiv(end, G), other=0)
+        wrong += tl.sum((~is_page(page, N)).to(tl.int32))
+    return wrong == 0
+
+
+@triton.jit
 def tile_of_keys(
     k, v,  # of a head
     begin,  # first key, within the sequence
     n,
     first,  # row of the sequence's first key
-    table,  # of the sequence
+    page,  # of `pages_at`
     N, k_page, k_token, v_page, v_token,
     PAGED: tl.constexpr, G: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -79,9 +103,9 @@ def tile_of_keys(
     key = begin + lane
     known = key < n
     if PAGED:
-        page = tl.load(table + key // G, mask=known, other=-1).to(tl.int64)
-        known = (page >= 0) & (page < N)
-        page = tl.where(known, page, 0)
+        real = is_page(page, N)
+        known = known & real
+        page = tl.where(real, page, 0).to(tl.int64)
         row = (key % G).to(tl.int64)
         k0 = k + (page * k_page + row * k_token)
         v0 = v + (page * v_page + row * v_token)
@@ -149,14 +173,21 @@ def seen_by(
 
 @triton.jit
 def spread(at, last, n, window, KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """The keys that queries at positions `at` to `last` see among them: from where, in whole tiles, and up to where."""
+    """The keys that queries at positions `at` to `last` see among them: from where, in whole tiles, and up to where.
+
+    And up to where, in whole tiles, each of them sees all.
+    """
     low = n * 0
     high = n
+    full = n
     if CAUSAL:
         high = tl.minimum(tl.maximum(last + 1, 0), n)
+        full = tl.minimum(tl.maximum(at + 1, 0), n)
+    full = full // KEYS * KEYS
     if WINDOW:
         low = tl.maximum(at - window + 1, 0) // KEYS * KEYS
-    return low, high
+        full = low
+    return low, full, high
 
 
 @triton.jit
@@ -166,11 +197,12 @@ def scored(
     softcap,
     HAS_CAP: tl.constexpr,
 ):
-    """Scores as exponents of 2, and their slope by the cap."""
-    s = x * scale
+    """Numbers and the factor that makes them exponents of 2, and how the cap bends these: 1 where there is none."""
     slope = 1.0
+    factor = scale
     if HAS_CAP:
-        bent = tanh(s / softcap)
-        s = softcap * bent * LOG2E
+        bent = tanh(x * scale / softcap)
+        x = softcap * bent * LOG2E
         slope = 1.0 - bent * bent
-    return s, slope
+        factor = 1.0
+    return x, factor, slope
