@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for readers and type checkers; a 
     from rlkernel.explanation import explain as explain
     from rlkernel.nn.exact_model import Exact as Exact
     from rlkernel.nn.exact_model import exact as exact
+    from rlkernel.nn.generate import Generated as Generated
     from rlkernel.policy import configure as configure
     from rlkernel.policy import refresh as refresh
     from rlkernel.policy import registered as registered
@@ -122,6 +123,7 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for readers and type checkers; a 
 _HOMES: Final = {
     "rlkernel.explanation": ("Explanation", "explain"),
     "rlkernel.nn.exact_model": ("Exact", "exact"),
+    "rlkernel.nn.generate": ("Generated",),
     "rlkernel.policy": ("configure", "refresh", "registered", "use"),
     "rlkernel.provenance": ("Ran", "decisions_hash", "last_decision", "status"),
     "rlkernel_core.decision": ("Decision",),

@@ -27,6 +27,8 @@ HOST: Final = Host(
         Symbol("transformers.modeling_utils", "AttentionInterface"),
         Symbol("transformers.masking_utils", "AttentionMaskInterface"),
         Symbol("transformers.utils.generic", "GeneralInterface.register"),
+        Symbol("transformers.cache_utils", "Cache"),
+        Symbol("transformers.cache_utils", "CacheLayerMixin"),
         Symbol(
             "transformers.modeling_utils",
             "PreTrainedModel.set_attn_implementation",
@@ -118,6 +120,9 @@ def attention_by(calls: Counter[str]) -> Any:
         s_aux: Tensor | None = None,
         cu_seq_lens_q: Tensor | None = None,
         cu_seq_lens_k: Tensor | None = None,
+        page_table: Tensor | None = None,
+        seqused_k: Tensor | None = None,
+        max_k: int | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         if dropout:
@@ -130,12 +135,17 @@ def attention_by(calls: Counter[str]) -> Any:
             cu_q, cu_k = cu_seq_lens_q, cu_seq_lens_q if cu_seq_lens_k is None else cu_seq_lens_k
         elif not known:
             raise HostError("a mask that is not causal, or packed sequences; pass cu_seq_lens_q and cu_seq_lens_k")
-        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        q = query.transpose(1, 2).flatten(0, 1)
+        if page_table is None:
+            k, v = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
+            where: dict[str, Any] = {"cu_k": cu_k, "max_k": max(key.shape[2], 1)}
+        else:  # `transformers_pages`: key and value are pages
+            k, v, where = key, value, {"page_table": page_table, "seqused_k": seqused_k, "max_k": max_k}
         import rlkernel as rlk
 
         made = rlk.attention(
-            q, k, v, cu_q=cu_q, cu_k=cu_k, causal=getattr(module, "is_causal", True), scale=scaling,
-            window=sliding_window, softcap=softcap, sinks=s_aux, max_k=max(key.shape[2], 1),
+            q, k, v, cu_q=cu_q, causal=getattr(module, "is_causal", True), scale=scaling,
+            window=sliding_window, softcap=softcap, sinks=s_aux, **where,
         )  # fmt: skip
         calls["attention"] += 1
         return made.out.view(query.shape[0], query.shape[2], *made.out.shape[1:]), None

@@ -1,7 +1,7 @@
 """A decoder of transformers by operators whose bits do not depend on the batch: `rlkernel.exact(model)`.
 
     exact = rlkernel.exact(model)           # or: with rlkernel.exact(model): ...
-    model.generate(...)                     # token by token, the bits of the whole sequence at once
+    exact.generate(prompts, max_new_tokens=64, seed=0)      # token by token, the bits of the whole sequence at once
     exact.undo()
 
 Linear layers, RMS norms and gated MLPs are replaced by modules that hold the same parameters; attention goes through
@@ -14,7 +14,7 @@ compared with those of before, and the operators that ran with those that run wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -28,7 +28,10 @@ import rlkernel as rlk
 from rlkernel.integrations.host import registered
 from rlkernel.integrations.transformers_exact import HOST, NAME, attention_by, places
 from rlkernel.nn.exact import ACTIVATIONS, ExactGatedMLP, ExactLinear, ExactQuantLinear, ExactRMSNorm
+from rlkernel.nn.generate import Generated, rollout
+from rlkernel.nn.generate_checks import check_elsewhere, ends_of, prompt_rows
 from rlkernel.nn.linear import QuantLinear
+from rlkernel.nn.paged_decoder import Decoder, Draws
 from rlkernel_core.decision import Decision
 from rlkernel_core.errors import ArgumentError, HostError
 
@@ -49,9 +52,82 @@ class Exact:
     replaced: Mapping[str, torch.nn.Module]  # path -> the module that stood there
     attention: str  # the implementation of before
     ran: dict[str, str] = field(default_factory=dict)  # operator -> what ran, in the comparison with what was
+    decoder: Decoder | None = field(default=None, repr=False)  # pages and graph of the last `generate`
+
+    def generate(
+        self,
+        prompts: Sequence[Any] | Tensor,
+        *,
+        max_new_tokens: int,
+        seed: int | Tensor,
+        attention_mask: Tensor | None = None,
+        temperature: float | Tensor = 1.0,
+        top_k: int | Tensor | None = None,
+        top_p: float | Tensor | None = None,
+        min_p: float | Tensor | None = None,
+        stop_ids: Sequence[int] | None = None,
+        pad_id: int | None = None,
+        score: str = "linear_logprob",
+        page: int = 16,
+        max_length: int | None = None,
+        check_every: int = 32,
+        **elsewhere: Any,
+    ) -> Generated:
+        """Draw tokens behind prompts, with log-probabilities of the trainer's bits.
+
+        Prompts are computed in one forward, equal ones once; then one step for all rows is captured and replayed. Keys
+        and values are in pages that are made once: later calls of as many rows that need no more pages, with the same
+        numbers, use pages and graph again and read weights as they are then. Nothing waits for the device but one look
+        in `check_every` steps, whether all rows have stopped.
+
+        Args:
+            prompts: ids of each row, lists or tensors [S], or padded on either side, [B, S] integer.
+            max_new_tokens: M, the most that is drawn for a row.
+            seed: of the noise, below 2^31; row b draws from `2^32 seed + b`. Or what each row draws from, [B] integer:
+                a row draws the same tokens in any batch. Give another one in each call.
+            attention_mask: [B, S], 0 where a padded prompt has no token; with a tensor of prompts alone.
+            temperature: of the law; 0 is greedy. A number, or one a row, [B].
+            top_k: as in `rlkernel.sample`, a number or [B].
+            top_p: likewise, a number or [B].
+            min_p: likewise, a number or [B].
+            stop_ids: a row ends with any of these. None: `eos_token_id` of the model's generation_config; (): none.
+            pad_id: what stands behind a row's end. None: `pad_token_id` of the generation_config, or else 0.
+            score: the operator that the trainer calls: "linear_logprob" of hidden states and the head (tokens are drawn
+                by `lm_head_sample`), or "logprob" of the model's logits (by `sample`).
+            page: keys of a page; changes no bit.
+            max_length: most tokens of a row, prompt included. Give it where the length of prompts varies from call to
+                call: pages are then made for it. None: for this call.
+            check_every: after how many steps to look whether all rows have stopped.
+            elsewhere: arguments of transformers' generate, each refused with what to do.
+
+        Returns:
+            Ids, lengths and log-probabilities, these of softmax(logits / temperature) over the whole vocabulary: with
+            filters the law drawn from is `logprob - log_kept_mass`. Where temperature is 0 they are of softmax(logits).
+
+        Raises:
+            ArgumentError: a parameter is out of its range, prompts are no ids, or the mask is no padding.
+            HostError: undo() was called, or an operator runs whose bits may depend on the batch. Of either, nothing is
+                allocated before.
+        """
+        check_elsewhere(elsewhere)
+        rows = prompt_rows(prompts, attention_mask, self.model.get_input_embeddings().weight.shape[0])
+        given = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+        filters = {name: value for name, value in given.items() if value is not None}
+        draws = Draws(score, temperature, filters, *ends_of(self.model, stop_ids, pad_id))
+        return rollout(
+            self, rows, draws, seed=seed, max_new_tokens=max_new_tokens, max_length=max_length, page=page,
+            check_every=check_every,
+        )  # fmt: skip
+
+    def release(self) -> None:
+        """Free pages and graph of `generate`; the next call makes new ones."""
+        if self.decoder is not None:
+            self.decoder.close()
+        self.decoder = None
 
     def undo(self) -> None:
         """Put back what was replaced; the second time nothing is left to do."""
+        self.release()
         for path, module in self.replaced.items():
             _put(self.model, path, module)
         if self.replaced:
@@ -184,6 +260,11 @@ def _replacements(model: Any) -> Iterator[tuple[str, torch.nn.Module]]:
             yield path, ExactGatedMLP(module, activation)
         elif name.endswith("RMSNorm"):
             yield path, _norm(path, module)
+        elif any(kind in str(getattr(module, "rope_type", "")) for kind in ("dynamic", "longrope")):
+            raise HostError(
+                f"{path} has rotary angles of kind {module.rope_type}, which depend on the longest sequence of a "
+                "batch. Nothing was changed"
+            )
         elif not name.endswith(HARMLESS) or (_has_parameters(module) and not isinstance(module, torch.nn.Embedding)):
             raise HostError(
                 f"{path} is a {name}, which has no exact form: exact() takes dense decoders of the Llama, Qwen, "
