@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import runpy
 import weakref
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,15 @@ from rlkernel.nn.page_plan import page_plan
 
 pytest.importorskip("transformers", exc_type=ImportError)
 
+from tests.plugins import good
 from tests.test_docs import FENCE
 from tests.test_transformers_exact import CLASSES, IDS, decoder
 
 PROMPTS = [IDS[0, :5].tolist(), IDS[1, :9].tolist(), IDS[0, :5].tolist(), IDS[2, :1].tolist()]
 NEW = 6
 DRAW: dict[str, Any] = {"max_new_tokens": NEW, "seed": 3, "temperature": 0.7, "stop_ids": (), "page": 4}
-AGREE = Path(__file__).parents[1] / "docs" / "agree.md"
+ROOT = Path(__file__).parents[1]
+AGREE = ROOT / "docs" / "agree.md"
 
 
 def packed(prompts: list[list[int]], drawn: rlk.Generated) -> dict[str, Any]:
@@ -284,6 +288,26 @@ def test_a_model_that_is_exact_no_more_is_refused() -> None:
         exact.generate(PROMPTS, **DRAW)
 
 
+def test_another_policy_than_that_of_exact_is_refused() -> None:
+    with rlk.exact(decoder("llama")) as exact:
+        exact.ran["attention"] = "elsewhere:attention"
+        with pytest.raises(rlk.HostError, match="attention runs .* in this rollout, and elsewhere:attention ran"):
+            exact.generate(PROMPTS, **DRAW)
+        assert exact.decoder is None
+
+
+@pytest.mark.usefixtures("untried")
+def test_a_draw_whose_bits_may_depend_on_the_batch_is_refused_before_anything_is_made(shared, plug) -> None:
+    plug("acme", good("acme").replace("logprob@1", "lm_head_sample@1").replace('{"entropy"}', "()"))
+    shared.release()
+    with (
+        rlk.use("acme", "torch"),
+        pytest.raises(rlk.HostError, match="lm_head_sample runs acme, whose bits may depend on the batch"),
+    ):
+        shared.generate(PROMPTS, **DRAW)
+    assert shared.decoder is None
+
+
 def test_rotary_angles_that_depend_on_the_batch_are_refused() -> None:
     model = decoder("llama")
     model.model.rotary_emb.rope_type = "dynamic"
@@ -295,3 +319,13 @@ def test_the_snippet_of_the_page_draws_and_trains_with_equal_bits() -> None:
     blocks = [code for info, code in FENCE.findall(AGREE.read_text()) if info == "text" and "drawn =" in code]
     assert len(blocks) == 1
     exec(blocks[0], {"model": decoder("qwen3")})  # its last line asserts
+
+
+@pytest.mark.usefixtures("fresh")
+def test_the_benchmark_of_a_gpu_runs_as_a_toy_and_finds_no_bit_that_differs(tmp_path, capsys) -> None:
+    main = runpy.run_path(str(ROOT / "benchmarks" / "gpu_exact_rollout.py"))["main"]
+    main(["--toy", "--updates", "1", "--device", "cpu", "--output", str(tmp_path / "exact.json")])
+    found = json.loads((tmp_path / "exact.json").read_text())
+    assert json.loads(capsys.readouterr().out) == found
+    assert (found["exact"]["tokens"], found["exact"]["differ"], found["stock"]["tokens"]) == (48, 0, 48)
+    assert found["exact"]["updates"][0]["weights_changed"] > 0

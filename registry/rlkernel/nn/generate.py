@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.nn.generate_checks import check_attention, check_draws, seeds_of
+from rlkernel.nn.generate_checks import check_draws, check_ran, seeds_of
 from rlkernel.nn.page_plan import page_plan
 from rlkernel.nn.paged_decoder import Decoder, Draws
 from rlkernel_core import checks
@@ -59,22 +59,23 @@ def rollout(
     if max_length is not None:
         checks.integer("max_length", max_length, at_least=longest, remedy="Pass the longest prompt + max_new_tokens.")
     seeds = seeds_of(seed, len(rows), model.device)
-    check_draws(model, draws, seeds)
+    ran = check_draws(model, draws, seeds)
     plan = page_plan(rows, max_new_tokens - 1, page)
     decoder = exact.decoder
-    if decoder is None or not decoder.fits(model, draws, plan, page):
+    if decoder is None or not decoder.fits(model, draws, ran, plan, page):
         exact.release()
         width = plan.width if max_length is None else -(-max_length // page)
         pages = plan.pages if max_length is None else width * len(rows)
-        exact.decoder = decoder = Decoder(model, draws, len(rows), pages, width, page)
+        exact.decoder = decoder = Decoder(model, draws, ran, len(rows), pages, width, page)
     training = model.training
     with ExitStack() as leaving, ExitStack() as failing:
         leaving.callback(model.train, training)
         failing.callback(exact.release)
         model.eval()
         drawn = [[x.clone() for x in decoder.start(rows, plan, draws, seeds)]]
-        check_attention(exact)
-        step = decoder.captured() if max_new_tokens > 1 else None
+        check_ran(exact)
+        step: Any = decoder.captured() if max_new_tokens > 1 else None
+        check_ran(exact)
         for n in range(1, max_new_tokens):
             if n % check_every == 0 and not bool(decoder.alive.any()):
                 break

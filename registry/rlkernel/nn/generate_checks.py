@@ -124,8 +124,11 @@ def check_elsewhere(given: Mapping[str, Any]) -> None:
         raise ArgumentError(name, checks.describe(value), "is no part of an exact rollout", ELSEWHERE[name])
 
 
-def check_draws(model: Any, draws: Draws, seeds: Tensor) -> None:
+def check_draws(model: Any, draws: Draws, seeds: Tensor) -> tuple[str | None, ...]:
     """Parameters that the operators take, and operators whose bits do not depend on the batch, for draws and scores.
+
+    Returns:
+        What runs: the one that draws, and the one that scores.
 
     Raises:
         ArgumentError: a parameter means nothing, or the head does what `linear_logprob` does not.
@@ -147,12 +150,15 @@ def check_draws(model: Any, draws: Draws, seeds: Tensor) -> None:
         weight, law = head_of(model, model.dtype)
         given = torch.zeros(rows, D, device=seeds.device, dtype=weight.dtype), weight
     temperature = scored_at(draws.temperature)
-    one_order(SCORES[draws.score], given, {**law, **draws.params, "seed": seeds, "step": torch.zeros_like(seeds)})
-    one_order(draws.score, (*given, seeds), {**law, "temperature": temperature}, trainer=True)
+    drawing = {**law, **draws.params, "seed": seeds, "step": torch.zeros_like(seeds)}
+    return (
+        one_order(SCORES[draws.score], given, drawing),
+        one_order(draws.score, (*given, seeds), {**law, "temperature": temperature}, trainer=True),
+    )
 
 
-def one_order(op: str, given: tuple[Any, ...], more: Mapping[str, Any], *, trainer: bool = False) -> None:
-    """What would run is what runs where batch invariance is needed and, for a trainer's operator, gradients are wanted.
+def one_order(op: str, given: tuple[Any, ...], more: Mapping[str, Any], *, trainer: bool = False) -> str | None:
+    """What would run: as where batch invariance is needed and, for a trainer's operator, where gradients are wanted.
 
     Raises:
         HostError: it is not.
@@ -172,17 +178,20 @@ def one_order(op: str, given: tuple[Any, ...], more: Mapping[str, Any], *, train
             f"{op} runs {rollout.backend} in a rollout and {graded.backend} where gradients are wanted. "
             f'Name one of them: rlkernel.configure({op}="{graded.backend}")'
         )
+    return rollout.target
 
 
-def check_attention(exact: Any) -> None:
-    """Keys in pages are read by the implementation that reads keys in rows.
+def check_ran(exact: Any) -> None:
+    """What ran last is what the trainer's forward runs: for as many rows, for keys in pages, under the policy in force.
 
     Raises:
-        HostError: they are not.
+        HostError: it is not.
     """
-    ran = rlk.last_decision("attention")
-    if ran is not None and ran.target != exact.ran["attention"]:
-        raise HostError(
-            f"attention runs {ran.target} on keys in pages and {exact.ran['attention']} on the trainer's. "
-            f'Name one that takes both: rlkernel.configure(attention="torch")'
-        )
+    for op, target in exact.ran.items():
+        now = rlk.last_decision(op)
+        if now is not None and now.target != target:
+            raise HostError(
+                f"{op} runs {now.target} in this rollout, and {target} ran in the forward that exact() looked at. "
+                f"Call exact() and generate() under one policy, or name one that takes both calls: "
+                f'rlkernel.configure({op}="torch")'
+            )

@@ -44,10 +44,12 @@ class Draws(NamedTuple):
 class Decoder:
     """Pages, the state of each row, and one captured step; made once and used again for calls that fit."""
 
-    def __init__(self, model: Any, draws: Draws, rows: int, pages: int, width: int, page: int) -> None:
+    def __init__(
+        self, model: Any, draws: Draws, ran: tuple[str | None, ...], rows: int, pages: int, width: int, page: int
+    ) -> None:
         device = model.device
         self.model, self.draws, self.page, self.pages, self.width = model, draws, page, pages, width
-        self.place = model.device, model.dtype
+        self.place, self.ran = (model.device, model.dtype), ran
         self.cache = paged_cache(model.config.get_text_config().num_hidden_layers, pages, page)
         self.table = torch.zeros(rows, width, dtype=torch.int32, device=device)
         self.one_each = torch.arange(rows + 1, dtype=torch.int32, device=device)
@@ -60,10 +62,10 @@ class Decoder:
         self.params = {n: x.to(device, copy=True) if isinstance(x, Tensor) else x for n, x in draws.params.items()}
         self.step: Any = None
 
-    def fits(self, model: Any, draws: Draws, plan: PagePlan, page: int) -> bool:
+    def fits(self, model: Any, draws: Draws, ran: tuple[str | None, ...], plan: PagePlan, page: int) -> bool:
         """Whether a call can use these pages, and the graph."""
-        mine = self.draws.key, self.page, self.table.shape[0], self.place
-        theirs = draws.key, page, len(plan.table), (model.device, model.dtype)
+        mine = self.draws.key, self.ran, self.page, self.table.shape[0], self.place
+        theirs = draws.key, ran, page, len(plan.table), (model.device, model.dtype)
         return mine == theirs and self.pages >= plan.pages and self.width >= plan.width
 
     def start(self, prompts: Sequence[tuple[int, ...]], plan: PagePlan, draws: Draws, seed: Tensor) -> list[Tensor]:
