@@ -105,7 +105,7 @@ class Decoder:
             "seqused_k": self.used + 1,
             "max_k": self.width * G,
         }
-        self.used.add_(self.alive)  # a row that has stopped goes on writing where it stands, which nobody reads
+        self.used.add_(1)  # a row that has stopped goes on writing into its own pages, which nobody reads
         return self._draw(self.token, at, slots, places, self.one_each[:-1])
 
     def _draw(self, ids: Tensor, at: Tensor, slots: Tensor, places: Mapping[str, Any], last: Tensor) -> list[Tensor]:
@@ -148,11 +148,10 @@ class Decoder:
         return [*quantized, *pages, *params, self.table, self.one_each, self.seed, self.stop]
 
     def close(self) -> None:
-        """Free pages and graph."""
+        """Let go of the graph, which holds this, and so the pages."""
         if self.step is not None:
             self.step.close()
         self.step = None
-        self.cache.layers.clear()
 
 
 def head_of(model: Any, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
