@@ -180,7 +180,7 @@ class StockLoop:
             counts = [layer.cumulative_length for layer in self.cache.layers]
             keys = [x for layer in self.cache.layers for x in (layer.keys, layer.values)]
             state = [self.token, self.at, *counts]
-            self.step = rlk.capture(self.decode, (), static=[self.model, *keys], mutates=state)
+            self.step = rlk.capture(self.decode, (), static=[*keys, self.model], mutates=state)
         drawn += [self.step() for _ in range(1, new)]
         self.model.train()
         ids, logprob = (torch.stack(x, 1) for x in zip(*drawn, strict=True))

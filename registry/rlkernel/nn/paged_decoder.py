@@ -135,8 +135,8 @@ class Decoder:
         """The step as a graph, recorded where there is none, and again where what it reads has moved."""
         if self.step is None:
             state = [self.token, self.used, self.drawn, self.alive]
-            # What `mutates` names is copied. Pages need not be: what warm-up writes, the first replay writes too.
-            self.step = rlk.capture(self.decode, (), static=[self.model, self._static], mutates=state, warmup=1)
+            # The first tensor says where: nothing is passed. What `mutates` names is copied. Pages need not be: what warm-up writes, the first replay writes too.
+            self.step = rlk.capture(self.decode, (), static=[self.table, self.model, self._static], mutates=state, warmup=1)
         self.step.check_static()
         return self.step
 
@@ -145,7 +145,7 @@ class Decoder:
         quantized = [m.weight for m in self.model.modules() if isinstance(m, QuantLinear)]
         pages = [x for layer in self.cache.layers for x in (layer.keys, layer.values)]
         params = [x for x in self.params.values() if isinstance(x, Tensor)]
-        return [*quantized, *pages, *params, self.table, self.one_each, self.seed, self.stop]
+        return [*quantized, *pages, *params, self.one_each, self.seed, self.stop]
 
     def close(self) -> None:
         """Let go of the graph, which holds this, and so the pages."""
