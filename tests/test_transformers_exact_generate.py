@@ -288,6 +288,14 @@ def test_a_model_that_is_exact_no_more_is_refused() -> None:
         exact.generate(PROMPTS, **DRAW)
 
 
+def test_a_model_on_several_devices_is_refused() -> None:
+    model = decoder("llama")
+    with rlk.exact(model) as exact:
+        model.model.layers[1].mlp.down_proj.to("meta")
+        with pytest.raises(rlk.HostError, match="the model is on cpu, meta"):
+            exact.generate(PROMPTS, **DRAW)
+
+
 def test_another_policy_than_that_of_exact_is_refused() -> None:
     with rlk.exact(decoder("llama")) as exact:
         exact.ran["attention"] = "elsewhere:attention"
