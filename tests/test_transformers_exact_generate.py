@@ -83,6 +83,18 @@ def test_so_have_those_of_int4_weights() -> None:
         assert torch.equal(drawn.logprob, trained(model, PROMPTS, drawn))
 
 
+def test_so_have_those_of_an_int4_head() -> None:
+    model = decoder("qwen3")
+    model.lm_head = rlk.nn.QuantLinear.from_linear(model.lm_head, "int4_g32")
+    with rlk.exact(model) as exact:
+        drawn = exact.generate(PROMPTS[:1], **DRAW)
+        batch = packed(PROMPTS[:1], drawn)
+        head = rlk.dequantize(model.lm_head.weight, dtype=torch.float32)
+        hidden = model.base_model(**batch).last_hidden_state[0, len(PROMPTS[0]) - 1 : -1]
+        want = rlk.linear_logprob(hidden, head, drawn.ids[0], temperature=0.7).logprob
+        assert torch.equal(drawn.logprob[0], want)
+
+
 def test_a_row_draws_the_same_alone_in_another_order_and_in_pages_of_another_size() -> None:
     model = decoder("mistral")
     with rlk.exact(model) as exact:
@@ -286,6 +298,14 @@ def test_a_model_that_is_exact_no_more_is_refused() -> None:
     exact.undo()
     with pytest.raises(rlk.HostError, match="not exact any more"):
         exact.generate(PROMPTS, **DRAW)
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    model = decoder("llama")
+    with rlk.exact(model) as exact:
+        model.model.layers[1].mlp.down_proj.to("meta")
+        with pytest.raises(rlk.HostError, match="the model is on cpu, meta"):
+            exact.generate(PROMPTS, **DRAW)
 
 
 def test_another_policy_than_that_of_exact_is_refused() -> None:

@@ -106,8 +106,8 @@ class Exact:
 
         Raises:
             ArgumentError: a parameter is out of its range, prompts are no ids, or the mask is no padding.
-            HostError: undo() was called, or an operator runs whose bits may depend on the batch. Of either, nothing is
-                allocated before.
+            HostError: undo() was called, the model is on several devices, or an operator runs whose bits may depend on
+                the batch. No page is allocated before.
         """
         check_elsewhere(elsewhere)
         rows = prompt_rows(prompts, attention_mask, self.model.get_input_embeddings().weight.shape[0])

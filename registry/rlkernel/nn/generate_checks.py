@@ -132,10 +132,16 @@ def check_draws(model: Any, draws: Draws, seeds: Tensor) -> tuple[str | None, ..
 
     Raises:
         ArgumentError: a parameter means nothing, or the head does what `linear_logprob` does not.
-        HostError: the model is not exact any more, or an operator runs whose bits may depend on the batch.
+        HostError: the model is not exact any more or on several devices, or an operator runs whose bits may depend on
+            the batch.
     """
     if model.config._attn_implementation != NAME:  # noqa: SLF001 it has no other name
         raise HostError("the model is not exact any more: undo() was called; call rlkernel.exact(model)")
+    devices = sorted({str(p.device) for p in model.parameters()})
+    if len(devices) > 1:
+        raise HostError(
+            f"the model is on {', '.join(devices)}; generate() takes one device: load it without device_map"
+        )
     checks.choice("score", draws.score, SCORES)
     head, rows = model.get_output_embeddings(), seeds.shape[0]
     V, D = head.weight.shape
