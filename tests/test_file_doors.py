@@ -49,6 +49,7 @@ PARSERS = {
     "registry/rlkernel/torchlib/call_codec.py": (1, "a node of a graph that we wrote"),
     "conformance/rlkernel_conformance/isolation.py": (1, "messages of our own worker, each with a secret"),
     "conformance/rlkernel_conformance/worker.py": (1, "the order of our own parent"),
+    "conformance/rlkernel_conformance/fork_server.py": (1, "the order of our own parent"),
     "conformance/rlkernel_judge/job_queue.py": (1, "the answer of our own trial"),
     "conformance/rlkernel_judge/sandbox.py": (1, "the answer of our own probe"),
     "conformance/rlkernel_judge/trial.py": (1, "the task of our own server"),
