@@ -121,6 +121,14 @@ def convert_what_differs(patch: pytest.MonkeyPatch, interpreter: Any) -> None:
         return left, right
 
     patch.setattr(semantic, "binary_op_type_checking_impl", converted)
+    unwrap = core._unwrap_if_constexpr
+    wrapped = core.constexpr
+
+    def unwrapped(value: Any) -> Any:
+        kind = type(value)
+        return value if kind is tensor or kind is int else value.value if kind is wrapped else unwrap(value)
+
+    patch.setattr(core, "_unwrap_if_constexpr", unwrapped)
 
 
 def describe_types_once(patch: pytest.MonkeyPatch, interpreter: Any) -> None:
