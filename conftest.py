@@ -7,8 +7,17 @@ import pytest
 # Thousands of collected tests are millions of objects, which Python's own thresholds look through over and over.
 gc.set_threshold(100_000, 20, 100)
 
-# A minute a test: begun last, one process would work alone at the end.
-LONGEST = ("test_kernels_interpreted.py", "test_emulated.py", "test_new_backend_page.py", "test_newcomer.py")
+# Tens of seconds a test: begun last, one process would work alone at the end.
+LONGEST = (
+    "test_kernels_interpreted.py",
+    "test_emulated.py",
+    "test_new_backend_page.py",
+    "test_newcomer.py",
+    "test_demo.py",
+    "test_new_backend_installed.py",
+    "test_release.py",
+    "test_aot_recordings.py",
+)
 
 
 @pytest.hookimpl(tryfirst=True)
