@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from functools import cache
 from inspect import Parameter
@@ -53,19 +53,32 @@ def sources(package: Path) -> list[Path]:
     return sorted(package.rglob("*.py"))
 
 
+def below(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements of a statement's blocks: imports stand in no expression."""
+    for block in ("body", "handlers", "orelse", "finalbody", "cases"):
+        yield from getattr(node, block, ())
+
+
+def statements(node: ast.AST) -> Iterator[ast.AST]:
+    """All statements below one."""
+    for statement in below(node):
+        yield statement
+        yield from statements(statement)
+
+
 def imports(path: Path, *, top_level_only: bool = False) -> set[str]:
     """Modules a file imports; `if TYPE_CHECKING` blocks do not count."""
     found: set[str] = set()
 
     def visit(node: ast.AST, *, deep: bool) -> None:
-        for child in ast.iter_child_nodes(node):
+        for child in below(node):
             if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
                 continue
             if isinstance(child, ast.Import):
                 found.update(a.name for a in child.names)
             elif isinstance(child, ast.ImportFrom) and child.module and not child.level:
                 found.add(child.module)
-            elif deep or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            elif deep or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
                 visit(child, deep=deep)
 
     visit(tree(path), deep=not top_level_only)
@@ -97,11 +110,11 @@ def imported(name: str, path: Path, known: set[str]) -> set[str]:
     found: set[str] = set()
     hidden = {
         id(inner)
-        for node in ast.walk(tree(path))
+        for node in statements(tree(path))
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for inner in ast.walk(node)
+        for inner in statements(node)
     }
-    for node in ast.walk(tree(path)):
+    for node in statements(tree(path)):
         if isinstance(node, ast.Import) and id(node) not in hidden:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and id(node) not in hidden:

@@ -8,11 +8,11 @@ from datetime import timedelta
 import pytest
 import torch
 from torch import distributed as dist
-from torch import multiprocessing as mp
 
 from rlkernel_core.errors import CaptureError, FallbackWarning, RankError
 from rlkernel_core.spec.graphed import Bucket, CaptureGroup
 from rlkernel_torch.direct import capture
+from tests.process_groups import in_ranks
 
 X = torch.arange(4.0)
 
@@ -131,7 +131,7 @@ def play(rank, folder):
 
 
 def test_two_ranks_agree_or_fail_together(tmp_path) -> None:
-    mp.spawn(play, args=(str(tmp_path),), nprocs=2)
+    in_ranks(2, play, str(tmp_path))
 
 
 def test_without_a_process_group_there_is_nobody_to_ask() -> None:

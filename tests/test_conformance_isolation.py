@@ -51,6 +51,13 @@ def test_a_clause_that_the_end_of_the_run_cuts_short_is_not_run() -> None:
     assert [(o.clause, o.status) for o in outcomes] == [("LP-01", "not_run"), ("LP-02", "not_run")]
 
 
+@pytest.fixture(scope="module")
+def server() -> None:
+    """The process from which workers are forked, which stays."""
+    attack_in_processes(Subject("torch", "logprob"), attacks("LP-05"), EFFORT)
+
+
+@pytest.mark.usefixtures("server")
 @pytest.mark.parametrize("hostile", hostile_backends(), ids=lambda h: h.name)
 def test_a_hostile_backend_is_called_what_it_is_and_nothing_of_it_is_left(hostile) -> None:
     before = set(own_descendants())  # such as the resource tracker that Python keeps once a test has spawned

@@ -13,13 +13,12 @@ from types import ModuleType
 import pytest
 import torch
 from torch import distributed
-from torch import multiprocessing as mp
 
 import rlkernel as rlk
 from rlkernel.distributed import assert_same_decisions, assert_same_install
 from rlkernel_core.errors import ResolutionError
 from tests.implementations import acme
-from tests.process_groups import alone
+from tests.process_groups import alone, in_ranks
 
 __all__ = ["alone"]
 ROOT = Path(__file__).parents[1]
@@ -62,7 +61,7 @@ def compared(index: int, folder: str, loss: float) -> None:
 
 
 def test_ranks_are_compared_and_two_have_the_loss_of_one(tmp_path, alone) -> None:
-    mp.spawn(compared, args=(str(tmp_path), example().update(0, 1, "cpu")), nprocs=2)
+    in_ranks(2, compared, str(tmp_path), example().update(0, 1, "cpu"))
 
 
 def orphaned(index: int, port: int) -> None:
@@ -81,7 +80,7 @@ def test_the_death_of_the_rank_that_holds_the_store_is_told_as_such() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    mp.spawn(orphaned, args=(port,), nprocs=2)
+    in_ranks(2, orphaned, port)
 
 
 def troubled(index: int, folder: str) -> None:
@@ -106,4 +105,4 @@ def troubled(index: int, folder: str) -> None:
 
 
 def test_a_rank_in_trouble_is_named_and_nobody_hangs(tmp_path) -> None:
-    mp.spawn(troubled, args=(str(tmp_path),), nprocs=2)
+    in_ranks(2, troubled, str(tmp_path))

@@ -8,24 +8,33 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from rlkernel import cli as command_line
 
 ROWS = "logprob: logprob 32x1000 float32 forward entropy"
 BACKWARD = "logprob: logprob 32x1000 bfloat16 forward+backward entropy"
 WEIGHT = "quantize: quantize 64x128 bfloat16 forward format=nf4"
 
 
-def tool(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "rlkernel", "bench", "bits", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def recorded(out: Path) -> Path:
+    """The bits of an operator with and without gradients, and of one that returns packed weights, by a new process."""
+    words = ["--suite", "logprob", "--suite", "quantize", "--backend", "torch", "--out", str(out)]
+    command = [sys.executable, "-m", "rlkernel", "bench", "bits", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def compared(*files: Path) -> tuple[int, str]:
+    """Exit code and words of the comparison."""
+    done = CliRunner().invoke(command_line.app(), ["bench", "bits", *map(str, files)])
+    return done.exit_code, done.stdout
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory) -> Path:
-    """An operator with and without gradients, and one that returns packed weights."""
-    out = tmp_path_factory.mktemp("bits") / "bits.json"
-    done = tool("--suite", "logprob", "--suite", "quantize", "--backend", "torch", "--out", out)
-    assert done.returncode == 0, done.stderr
-    return out
+    return recorded(tmp_path_factory.mktemp("bits") / "bits.json")
 
 
 def workloads(file: Path) -> dict:
@@ -40,10 +49,8 @@ def test_every_output_and_gradient_has_a_digest(file) -> None:
 
 
 def test_the_same_code_gives_the_same_bits(file, tmp_path) -> None:
-    out = tmp_path / "again.json"
-    assert tool("--suite", "logprob", "--suite", "quantize", "--backend", "torch", "--out", out).returncode == 0
-    done = tool(file, out)
-    assert (done.returncode, done.stdout.splitlines()[-1].split(";")[0]) == (0, "4 and 4 calls, 0 differences")
+    code, said = compared(file, recorded(tmp_path / "again.json"))
+    assert (code, said.splitlines()[-1].split(";")[0]) == (0, "4 and 4 calls, 0 differences")
 
 
 def test_what_differs_is_listed_by_name(file, tmp_path) -> None:
@@ -54,9 +61,9 @@ def test_what_differs_is_listed_by_name(file, tmp_path) -> None:
     del calls[WEIGHT]
     other = tmp_path / "other.json"
     other.write_text(json.dumps(content))
-    done = tool(file, other)
-    assert done.returncode == 1
-    assert done.stdout.splitlines()[:-1] == [
+    code, said = compared(file, other)
+    assert code == 1
+    assert said.splitlines()[:-1] == [
         f"{ROWS}, reference: error None -> ResolutionError (nobody)",
         f"{BACKWARD}, reference: grad_logits differs",
         f"{WEIGHT}, reference: only in the first",
@@ -69,8 +76,7 @@ def test_what_differs_within_a_run_is_not_compared(file, tmp_path) -> None:
     content["workloads"][ROWS]["reference"]["bits"]["entropy"] = "0" * 64
     other = tmp_path / "other.json"
     other.write_text(json.dumps(content))
-    done = tool(file, other)
-    assert (done.returncode, done.stdout) == (
+    assert compared(file, other) == (
         0,
         "4 and 4 calls, 0 differences; 1 calls with unstable outputs, left out\n",
     )

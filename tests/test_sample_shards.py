@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import distributed as dist
-from torch import multiprocessing as mp
 
 import rlkernel as rlk
 from rlkernel.distributed import sample_shard
@@ -21,6 +20,7 @@ from rlkernel_core.spec.graphed import CaptureGroup
 from rlkernel_torch.direct import sample
 from rlkernel_torch.sharded import sampling, statistics
 from rlkernel_torch.truncation import descending
+from tests.process_groups import in_ranks
 
 SUBJECT = Subject("torch", "sample")
 LAWS = (
@@ -169,4 +169,4 @@ def process(index, folder):
 
 
 def test_two_and_four_processes(tmp_path) -> None:
-    mp.spawn(process, args=(str(tmp_path),), nprocs=4)
+    in_ranks(4, process, str(tmp_path))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Final
 
 from rlkernel.outcomes import cache_folder
-from rlkernel_conformance import faults, sanitizer
+from rlkernel_conformance import faults, fork_server, sanitizer
 from rlkernel_conformance.attack import Attack
 from rlkernel_conformance.harness import Outcome
 from rlkernel_conformance.profiles import Profile
@@ -30,6 +30,7 @@ MEMORY: Final = 16 << 30
 STARTING_S: Final = 180.0  # importing torch, with sixty others that do the same
 MAX_TIMEOUTS: Final = 3  # clauses in a row without an answer, after which the operator's others are not attacked
 _ENDING_S: Final = 3.0  # for a reaper to end what its worker has started
+_Worker = subprocess.Popen[bytes] | fork_server.Forked
 
 
 def attack_in_processes(
@@ -129,7 +130,7 @@ def _one_worker(
         "memory": MEMORY if subject.device.partition(":")[0] == "cpu" else 0,
     }
     with tempfile.TemporaryFile() as case:
-        worker, channel = _start(job, case, log)
+        worker, channel = _start(job, case, log, until)
         healthy, begun, limit = False, False, STARTING_S if log is None else profile.limit_s
         try:
             while True:
@@ -170,30 +171,54 @@ def _one_worker(
             channel.close()
 
 
-def _start(job: dict[str, Any], case: IO[bytes], log: Path | None) -> tuple[subprocess.Popen[bytes], _Channel]:
+def _start(job: dict[str, Any], case: IO[bytes], log: Path | None, until: float) -> tuple[_Worker, _Channel]:
     """A worker with its job, under the profile's sanitizer if it is to write to `log`, and the channel it speaks on."""
     tool = job["profile"]["sanitizer"]
     under = sanitizer.command(tool, log) if log is not None else []
     read, write = os.pipe()
-    path = os.pathsep.join(p or os.curdir for p in sys.path)
+    path = [p or os.curdir for p in sys.path]
     environ = {k: v for k, v in os.environ.items() if not k.startswith("RLKERNEL_")}
-    environ |= {"PYTHONPATH": path, "HYPOTHESIS_STORAGE_DIRECTORY": str(cache_folder() / "hypothesis")}
-    environ |= sanitizer.VARIABLES if under else {}
+    environ |= {"HYPOTHESIS_STORAGE_DIRECTORY": str(cache_folder() / "hypothesis")}
+    environ |= {"PYTHONPATH": os.pathsep.join(path), **(sanitizer.VARIABLES if under else {})}
+    worker: _Worker | None = None
+    if not under and job["device"].partition(":")[0] == "cpu":
+        limit = max(0.0, min(STARTING_S, until - time.monotonic()))
+        with suppress(OSError):  # it has ended: the worker is started anew
+            worker = _forked({**job, "environ": environ, "folder": str(Path.cwd()), "path": path}, write, case, limit)
+    if worker is None:
+        command = [*under, sys.executable, "-P", "-m", "rlkernel_conformance.worker", str(write), str(case.fileno())]
+        worker = _begun(command, json.dumps(job).encode(), (write, case.fileno()), environ)
+    os.close(write)
+    return worker, _Channel(read, job["secret"])
+
+
+def _forked(job: dict[str, Any], write: int, case: IO[bytes], limit: float) -> _Worker | None:
+    """A worker by a fork; None where no server is ready within `limit` seconds."""
+    server = fork_server.server(job["environ"], limit)
+    if server is None:
+        return None
+    with tempfile.TemporaryFile() as file:
+        file.write(json.dumps(job).encode())
+        file.seek(0)
+        return server.fork(file.fileno(), write, case.fileno())
+
+
+def _begun(command: list[str], job: bytes, keep: tuple[int, ...], environ: dict[str, str]) -> _Worker:
+    """A worker by a command."""
     worker = subprocess.Popen(  # noqa: S603 our own interpreter and module
-        [*under, sys.executable, "-P", "-m", "rlkernel_conformance.worker", str(write), str(case.fileno())],
-        pass_fds=(write, case.fileno()),
+        command,
+        pass_fds=keep,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=environ,
         start_new_session=True,
     )
-    os.close(write)
     if worker.stdin is not None:
         with suppress(BrokenPipeError):  # no message will come
-            worker.stdin.write(json.dumps(job).encode())
+            worker.stdin.write(job)
             worker.stdin.close()
-    return worker, _Channel(read, job["secret"])
+    return worker
 
 
 class _Channel:
@@ -244,14 +269,14 @@ def not_run(attack: Attack, text: str) -> Outcome:
     return Outcome(attack.op, attack.clause.id, attack.clause.title, "not_run", message=text)
 
 
-def _fault(worker: subprocess.Popen[bytes], message: str) -> str:
+def _fault(worker: _Worker, message: str) -> str:
     """The fault of a worker that sends no more messages: `message` is what the channel found."""
     if message != "closed":
         return message
     return "protocol_error" if worker.returncode is None else faults.of_exit(worker.returncode)
 
 
-def _why_it_ended(worker: subprocess.Popen[bytes], message: str, limit: float) -> str:
+def _why_it_ended(worker: _Worker, message: str, limit: float) -> str:
     """Why no more messages come from a worker, for people."""
     if message == "timeout":
         return f"no answer within {limit:g} s"
@@ -264,7 +289,7 @@ def _why_it_ended(worker: subprocess.Popen[bytes], message: str, limit: float) -
     return "messages came on the channel that no worker sends"
 
 
-def _end(worker: subprocess.Popen[bytes]) -> None:
+def _end(worker: _Worker) -> None:
     """End a worker and whatever it started: by its reaper, and the whole session if that does not answer."""
     with suppress(ProcessLookupError):
         worker.terminate()

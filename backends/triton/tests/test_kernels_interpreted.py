@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 KERNELS = Path(__file__).parent / "kernels"
-SHARES = 4
+SHARES = 2
 
 
 @pytest.mark.parametrize("share", range(SHARES))
