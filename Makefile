@@ -102,7 +102,7 @@ site: $(STAMP) ## the documentation as a site in site/, and every page looked at
 
 hosts: $(STAMP) ## TRL, transformers and torchao, stock and with rlkernel inside, compared
 	$(RUN) -m pip install --quiet -e '.[hosts]'
-	$(RUN) -m pytest -q tests/test_trl.py tests/test_transformers.py tests/test_transformers_exact.py tests/test_transformers_exact_generate.py tests/test_torchao.py tests/test_host_contracts.py tests/test_agree.py
+	$(RUN) -m pytest -q tests/test_trl.py tests/test_trl_exact.py tests/test_transformers.py tests/test_transformers_exact.py tests/test_transformers_exact_generate.py tests/test_torchao.py tests/test_host_contracts.py tests/test_agree.py
 
 DISTS = . $(dir $(wildcard backends/*/pyproject.toml backends/*/*/pyproject.toml))
 build: $(STAMP) ## sdists and wheels of all distributions in dist/, the same bytes every time; minutes, for Jetson's kernels

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from rlkernel.integrations import hosts
+from rlkernel.integrations.trl_rollout import ROLLOUT
 from rlkernel.integrations.trl_trainers import GRPO
 
 FILE = Path(__file__).with_suffix(".json")
 
 
 def known() -> list[Any]:
-    return [*hosts(), GRPO]
+    return [*hosts(), GRPO, ROLLOUT]
 
 
 class Wheel:

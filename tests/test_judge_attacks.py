@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlkernel_core.errors import UnknownNameError
+from rlkernel_core.errors import ConfigError, UnknownNameError
+from rlkernel_judge import attack_run
 from rlkernel_judge.attack_run import Attempt, attacks, attempts, honest, judged
 from rlkernel_judge.verdict import Task
 
@@ -24,6 +25,12 @@ def test_an_unknown_attack_is_an_error_that_suggests_one() -> None:
 def test_an_attack_without_its_device_is_skipped() -> None:
     (found,) = attempts(attacks(only=("other_stream",)), progress=lambda _: None)
     assert (found.skipped, found.succeeded) == ("needs a device of kind cuda", False)
+
+
+def test_where_an_honest_body_is_not_judged_no_attack_is_said_to_have_succeeded(monkeypatch) -> None:
+    monkeypatch.setattr(attack_run, "judged", lambda *_: {"error": "cuda:7 cannot add numbers"})
+    with pytest.raises(ConfigError, match=r"cannot judge an honest \w+ on cuda:7, .*: cuda:7 cannot add numbers"):
+        list(attempts(ALL[:2], "cuda:7", progress=lambda _: None))
 
 
 def test_an_attack_that_scores_more_than_its_honest_body_succeeded() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -204,6 +205,7 @@ def test_a_judge_that_is_ended_leaves_no_process_and_no_folder(how, tmp_path) ->
         source = f"import os, time\nif os.fork() == 0:\n    os.setsid()\nsay('up')\ntime.sleep(600)  # {token}\n"
         code = f"""
 import signal
+import socket
 from tests import sandboxed
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a run in the background ignores both
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -249,7 +251,8 @@ def test_every_call_that_is_refused_has_its_number_on_both_machines() -> None:
     for machine, column in (("x86_64", 0), ("aarch64", 1)):
         program = syscall_filter.program(machine, gpu=False)
         compared = {operand for code, _, _, operand in program if code == syscall_filter.EQUAL}
-        wanted = {numbers[column] for numbers in syscall_filter.REFUSED.values()} - {None}
+        refused = syscall_filter.REFUSED | syscall_filter.WITHOUT_GPU
+        wanted = {numbers[column] for numbers in refused.values()} - {None}
         assert (wanted - compared, len(program) < 4096) == (set(), True)  # BPF_MAXINSNS
 
 
@@ -260,8 +263,9 @@ HEADER = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
 def test_the_numbers_of_refused_calls_are_those_of_the_kernel() -> None:
     text = HEADER.read_text()
     known = {name: int(number) for name, number in re.findall(r"#define __NR_(\w+) (\d+)", text)}
-    assert {name: known[name] for name in syscall_filter.REFUSED if name in known} == {
-        name: x86 for name, (x86, _) in syscall_filter.REFUSED.items() if name in known
+    refused = syscall_filter.REFUSED | syscall_filter.WITHOUT_GPU
+    assert {name: known[name] for name in refused if name in known} == {
+        name: x86 for name, (x86, _) in refused.items() if name in known
     }
 
 
@@ -309,6 +313,10 @@ thread = threading.Thread(target=name)
 thread.start()
 thread.join()
 os.memfd_create("cuda")
+import errno, socket
+for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):
+    with socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC) as daemon:
+        assert daemon.connect_ex("\\0cuda") == errno.ECONNREFUSED
 from rlkernel_judge.sandbox import facts
 found = facts(Path.cwd())
 say([name for name in ("network", "writes_outside", "writes_proc", "capabilities") if found[name]])
@@ -318,6 +326,29 @@ say([name for name in ("network", "writes_outside", "writes_proc", "capabilities
 def test_where_a_gpu_is_used_its_driver_can_start_and_the_rest_stays_closed(level) -> None:
     limits = dataclasses.replace(sandboxed.LIMITS, gpu=True)
     assert sandboxed.run(CUDA, level, limits) == ([], "")
+
+
+# Families and types of sockets that can be made, and what comes of asking a server for a connection.
+SOCKETS = """
+import errno, itertools, os, socket
+made = []
+for family, kind in itertools.product(range(1, 46), (1, 2, 3, 5)):
+    try:
+        made.append((family, kind, socket.socket(family, kind))[:2])
+    except OSError:
+        pass
+say([made, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM).connect_ex(SERVER) == errno.ECONNREFUSED])
+"""
+
+
+def test_where_a_gpu_is_used_no_socket_reaches_a_server(level) -> None:
+    limits = dataclasses.replace(sandboxed.LIMITS, gpu=True)
+    name = f"\0rlkernel-{os.getpid()}"  # abstract: whoever sees its network may ask it
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(name)
+        server.listen()
+        source = SOCKETS.replace("SERVER", repr(name))
+        assert sandboxed.run(source, level, limits).said == [[[1, 1], [1, 5]], True]
 
 
 def test_memory_files_are_counted_where_a_gpu_needs_them(level) -> None:

@@ -55,6 +55,7 @@ _SIZES: Final = {
 _SIZES_OF: Final[Mapping[str, Mapping[str, str]]] = {
     "sample": {"B": "{} rows"},
     "rollout": {"B": "{} rows", "T": "{} tokens each"},
+    "attention": {"S": "{} keys", "Hq": "{} query heads", "Hk": "{} key heads", "D": "heads of {}"},
 }
 # sizes of a decode step -> the model that has them; they are said by its name
 _MODELS: Final = {

@@ -173,9 +173,22 @@ def attempts(
                 continue
             if attack.honest not in verdicts:
                 progress(f"honest {attack.honest}")
-                verdicts[attack.honest] = judged(honest(attack.honest).source, _task(attack, device, sandbox))
+                verdicts[attack.honest] = _judged_honest(attack, device, sandbox)
             progress(attack.name)
             yield _attempt(attack, device, sandbox, verdicts[attack.honest])
+
+
+def _judged_honest(attack: Attack, device: str, sandbox: str) -> dict[str, Any]:
+    """The verdict on the honest body of an attack.
+
+    Raises:
+        ConfigError: there is none, as where a device cannot be used: then an attack without one says nothing.
+    """
+    verdict = judged(honest(attack.honest).source, _task(attack, device, sandbox))
+    if "score" not in verdict:
+        why = verdict.get("message") or verdict.get("error") or "no verdict"
+        raise ConfigError(f"the judge cannot judge an honest {attack.honest} on {device}, so no attack was run: {why}")
+    return verdict
 
 
 def _attempt(attack: Attack, device: str, sandbox: str, other: dict[str, Any]) -> Attempt:

@@ -1,8 +1,10 @@
 """The system calls that judged code may not make: a seccomp filter, the same at every level of the sandbox.
 
 A kernel under test computes; it needs no socket, no name space and no other process's memory. Refused calls fail with
-EPERM, so that a library that tries one goes on without it. CUDA starts with `memfd_create` and fails without it: where
-a GPU is used, memory files and shared mappings stay. Standard library only.
+EPERM, so that a library that tries one goes on without it. CUDA fails as it starts where it may not make memory files,
+or a Unix socket with which it looks for a daemon (error 304, seen with driver 580 on Linux 6.18). Where a GPU is used,
+memory files, shared mappings and Unix sockets that must be connected stay, and no socket finds anyone to connect to.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -16,8 +18,6 @@ from typing import Final
 
 # name: number on x86_64 (asm/unistd_64.h), on aarch64 (asm-generic/unistd.h)
 REFUSED: Final[dict[str, tuple[int, int | None]]] = {
-    # The network, Unix sockets, AF_VSOCK, AF_NETLINK, AF_PACKET, AF_ALG: no family has a use. socketpair stays.
-    "socket": (41, 198),
     "io_uring_setup": (425, 425),  # makes sockets past this filter
     "io_uring_enter": (426, 426),
     "io_uring_register": (427, 427),
@@ -76,15 +76,23 @@ REFUSED: Final[dict[str, tuple[int, int | None]]] = {
     "ioperm": (173, None),
 }
 _CLONE, _CLONE3, _MMAP, _PRCTL = (56, 220), (435, 435), (9, 222), (157, 167)
+_SOCKET, _CONNECT = (41, 198), (42, 203)
 _NEW_USER, _SHARED_ANONYMOUS, _HUGETLB, _SET_DUMPABLE = 0x10000000, 0x21, 0x40000, 4
-# Refused where no GPU is used.
-_MEMORY_FILES: Final[dict[str, tuple[int, int | None]]] = {"memfd_create": (319, 279)}
+# Refused where no GPU is used. The network, Unix sockets, AF_VSOCK, AF_NETLINK, AF_PACKET, AF_ALG: no family has a use;
+# socketpair stays.
+WITHOUT_GPU: Final[dict[str, tuple[int, int | None]]] = {"memfd_create": (319, 279), "socket": _SOCKET}
 # Refused by an argument: number, index of the argument, mask, value of its low 32 bits under the mask.
 _SHARED_MAPPINGS: Final = ((_MMAP, 3, _SHARED_ANONYMOUS, _SHARED_ANONYMOUS),)  # stay while one page of them is mapped
 _BY_ARGUMENT: Final = (
     (_CLONE, 0, _NEW_USER, _NEW_USER),
     (_MMAP, 3, _HUGETLB, _HUGETLB),  # in no resident size
     (_PRCTL, 0, 0xFFFFFFFF, _SET_DUMPABLE),  # hides memory from who counts it
+)
+# With a GPU: a socket of a family that is not 1, AF_UNIX; and of a type that reaches others without being connected.
+_BUT_UNIX_SOCKETS: Final = (
+    (_SOCKET, 0, 1, 0),
+    *((_SOCKET, 0, bit, bit) for bit in (2, 4, 8, 16, 32, 64, 128)),
+    (_SOCKET, 1, 2, 2),  # SOCK_DGRAM, SOCK_RAW; SOCK_STREAM is 1, SOCK_SEQPACKET 5
 )
 _ARCHITECTURES: Final = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column; linux/audit.h
 _X32: Final = 0x40000000  # calls of the x32 interface, from this number
@@ -122,13 +130,17 @@ def program(machine: str, *, gpu: bool) -> list[Instruction]:
 
 def _refusals(column: int, *, gpu: bool) -> Iterator[Instruction]:
     # clone3 has its flags in memory, where no filter sees them: without it the C library takes clone.
-    refused = REFUSED | ({} if gpu else _MEMORY_FILES)
-    numbers = [(_CLONE3[column], errno.ENOSYS), *((found[column], errno.EPERM) for found in refused.values())]
+    refused = REFUSED | ({} if gpu else WITHOUT_GPU)
+    numbers = [
+        (_CLONE3[column], errno.ENOSYS),
+        *([(_CONNECT[column], errno.ECONNREFUSED)] if gpu else []),  # as where nobody listens: CUDA goes on alone
+        *((found[column], errno.EPERM) for found in refused.values()),
+    ]
     for number, code in numbers:
         if number is not None:
             yield EQUAL, 0, 1, number
             yield _RETURN, 0, 0, _ERRNO | code
-    for call, index, mask, value in _BY_ARGUMENT + (() if gpu else _SHARED_MAPPINGS):
+    for call, index, mask, value in _BY_ARGUMENT + (_BUT_UNIX_SOCKETS if gpu else _SHARED_MAPPINGS):
         yield EQUAL, 0, 5, call[column]
         yield _LOAD, 0, 0, _ARGUMENTS_AT + 8 * index
         yield _AND, 0, 0, mask

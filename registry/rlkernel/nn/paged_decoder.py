@@ -135,8 +135,11 @@ class Decoder:
         """The step as a graph, recorded where there is none, and again where what it reads has moved."""
         if self.step is None:
             state = [self.token, self.used, self.drawn, self.alive]
-            # The first tensor says where: nothing is passed. What `mutates` names is copied. Pages need not be: what warm-up writes, the first replay writes too.
-            self.step = rlk.capture(self.decode, (), static=[self.table, self.model, self._static], mutates=state, warmup=1)
+            # The first tensor says where, as nothing is passed. What `mutates` names is copied. Pages need not be: what
+            # warm-up writes, the first replay writes too.
+            self.step = rlk.capture(
+                self.decode, (), static=[self.table, self.model, self._static], mutates=state, warmup=1
+            )
         self.step.check_static()
         return self.step
 
