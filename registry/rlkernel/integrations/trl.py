@@ -69,7 +69,7 @@ def exact_rollout(
             trainer.train()
 
     Temperature, top_k, top_p, min_p and lengths are the trainer's. Rows draw by `args.seed`, the rank and how many
-    rollouts there were, so a run draws the same tokens again. TRL gets `logprobs` with the bits of its own scores inside
+    rollouts there were, so a run draws the same tokens again. TRL gets `logprobs` in the bits of its own scores inside
     `enabled()`, if nothing between casts: `bf16=False`, the model in the dtype wanted, no `cast_lm_head_to_fp32`.
 
     Args:
