@@ -6,7 +6,7 @@ import torch
 from rlkernel_common import kept_ids
 from rlkernel_torch import linear_logprob as module
 from rlkernel_torch.direct import linear_logprob, logprob
-from rlkernel_torch.head import product
+from rlkernel_torch.head import add_product, product
 from tests.logprob_inputs import head, ragged, rows
 
 NAN = float("nan")
@@ -67,11 +67,15 @@ def test_autocast_changes_no_bit(backward):
     assert torch.equal(results[0][1], results[1][1])
 
 
-@pytest.mark.parametrize("columns", [2, 3, 7, 15, 16, 17])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("columns", [2, 3, 7, 15, 16, 17, 101])
 @pytest.mark.parametrize("inner", [1, 5, 33, 257])
-def test_a_row_of_a_product_has_the_same_bits_in_every_place(columns, inner) -> None:
-    """MKL sums every fourth row in another order where there are few columns."""
+def test_a_row_of_a_product_has_the_same_bits_in_every_place(dtype, columns, inner) -> None:
+    """MKL sums some rows in another order where there are few columns, and float64 rows that are not aligned."""
     g = torch.Generator().manual_seed(columns * 1000 + inner)
-    b = torch.randn(inner, columns, generator=g)
-    y = product(torch.randn(inner, generator=g).expand(64, inner).contiguous(), b)
-    assert torch.equal(y, y[:1].expand_as(y))
+    row = torch.randn(inner, generator=g, dtype=dtype).expand(64, inner).contiguous()
+    for b in (torch.randn(inner, columns, generator=g, dtype=dtype), torch.randn(columns, inner, dtype=dtype).T):
+        y, added = product(row, b), torch.zeros(64, columns, dtype=dtype)
+        add_product(added, row, b)
+        assert torch.equal(y, y[:1].expand_as(y))
+        assert torch.equal(added, added[:1].expand_as(added))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rlkernel_common.precision import full_precision
 from rlkernel_common.row_statistics import tile_width
@@ -77,19 +78,21 @@ class Head(NamedTuple):
 def product(a: Tensor, b: Tensor) -> Tensor:
     """[R, k] @ [k, n], in which the bits of a row do not depend on its place.
 
-    MKL has a path of its own for few columns, which sums some rows in another order; zeros fill those up.
+    MKL has paths of its own for few columns, and in float64 for rows that begin at no multiple of 16 bytes. These sum
+    some rows in another order; zeros fill them up.
     """
-    n = b.shape[1]
+    (k, n), even = b.shape, 2 if a.dtype == torch.float64 else 1
+    more, wide = -k % even, max(COLUMNS - n, -n % even)
+    if more or wide:
+        a, b = pad(a, (0, more)), pad(b, (0, wide, 0, more))
     with full_precision(a):
-        if n >= COLUMNS:
-            return a @ b
-        filled = torch.nn.functional.pad(b, (0, COLUMNS - n))
-        return (a @ filled)[:, :n].contiguous()
+        y = a @ b
+    return y[:, :n].contiguous() if wide else y
 
 
 def add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
     """Add `product(a, b)` in place."""
-    if b.shape[1] >= COLUMNS:
+    if b.shape[1] >= COLUMNS and a.dtype != torch.float64:
         into.addmm_(a, b)
     else:
         into += product(a, b)
