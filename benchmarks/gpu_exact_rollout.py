@@ -30,6 +30,7 @@ import transformers
 from torch import Tensor
 
 import rlkernel as rlk
+from rlkernel_core.files import write_json
 
 QWEN3_8B = {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
@@ -283,7 +284,7 @@ def main(words: list[str] | None = None) -> None:
     text = json.dumps(result, indent=1)
     print(text)
     if given.output is not None:
-        given.output.write_text(text + "\n")
+        write_json(given.output, result)
 
 
 if __name__ == "__main__":
