@@ -101,6 +101,8 @@ site: $(STAMP) ## the documentation as a site in site/, and every page looked at
 	SITE_FOLDER=site $(RUN) -m pytest -q tests/test_site.py
 
 hosts: $(STAMP) ## TRL, transformers and torchao, stock and with rlkernel inside, compared
+	$(RUN) -m pip install --quiet transformers==5.15.0 # the oldest that is supported, then what .[hosts] pins
+	$(RUN) -m pytest -q tests/test_transformers.py tests/test_transformers_exact.py tests/test_transformers_exact_generate.py
 	$(RUN) -m pip install --quiet -e '.[hosts]'
 	$(RUN) -m pytest -q tests/test_trl.py tests/test_trl_exact.py tests/test_transformers.py tests/test_transformers_exact.py tests/test_transformers_exact_generate.py tests/test_torchao.py tests/test_host_contracts.py tests/test_agree.py
 

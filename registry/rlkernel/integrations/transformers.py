@@ -31,7 +31,7 @@ _MIXIN: Final = "transformers.generation.utils"
 HOST: Final = Host(
     name="transformers",
     distribution="transformers",
-    versions=">=5.23,<5.24",
+    versions=">=5.15,<5.24",
     tested="5.23.0",
     does="sample in generate, by custom_generate; logprob as a model's loss function",
     symbols=(

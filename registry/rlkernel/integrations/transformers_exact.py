@@ -20,7 +20,7 @@ NAME: Final = "rlkernel"  # of the attention, in transformers' registry
 HOST: Final = Host(
     name="transformers exact",
     distribution="transformers",
-    versions=">=5.23,<5.24",
+    versions=">=5.15,<5.24",
     tested="5.23.0",
     does="a decoder whose bits do not depend on the batch: exact(model)",
     symbols=(
