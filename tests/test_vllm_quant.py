@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 
@@ -159,6 +161,13 @@ def test_what_vllm_asks_of_a_configuration(config) -> None:
     assert torch.bfloat16 in said.get_supported_act_dtypes()
     assert isinstance(said.get_checkpoint_weight_mapper(), vllm.WeightsMapper)  # drops no g_idx, as vLLM's own does
     assert "int4_g128" in repr(said)
+
+
+def test_a_configuration_reaches_an_engine_in_a_process_of_its_own(config) -> None:
+    sent = config({"format": "int4_g32", "skip": ["lm_head"], "formats": {"down_proj": "int8_channel"}})
+    sent.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}  # vLLM tells it before it sends it
+    got = pickle.loads(pickle.dumps(sent))
+    assert (type(got), vars(got)) == (type(sent), vars(sent))
 
 
 def test_a_refusal_is_a_warning_where_vllm_starts_plugins(monkeypatch) -> None:

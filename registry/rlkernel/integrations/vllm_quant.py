@@ -96,6 +96,14 @@ def classes() -> tuple[type, type]:
     return configuration, method
 
 
+def restored(state: Mapping[str, Any]) -> Any:
+    """A configuration that another process has pickled."""
+    configuration, _ = classes()
+    made = configuration()
+    vars(made).update(state)
+    return made
+
+
 def format_of(policy: QuantPolicy, prefix: str, packed: Mapping[str, list[str]]) -> QuantSpec | None:
     """The format of a layer of vLLM, which may be several of the checkpoint; None where it stays dense.
 
@@ -186,6 +194,9 @@ def _configuration(method: type) -> type:  # noqa: C901  the methods that vLLM n
 
         def __repr__(self) -> str:
             return f"RLKernelConfig({self.policy})"
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return restored, (vars(self),)  # vLLM's engine may run in a process of its own, which knows no local class
 
         def get_name(self) -> str:
             return METHOD
