@@ -20,6 +20,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -249,13 +250,21 @@ def run(kind: Any, model: Any, given: argparse.Namespace) -> dict[str, Any]:
         sizes = (given.rows // given.group, given.prompt)
         prompts = torch.randint(model.config.vocab_size, sizes, generator=generator).repeat_interleave(given.group, 0)
         updates.append(update(loop, prompts.to(given.device), n, given))
-    seconds = [name for name in updates[0] if name.endswith(("_s", "_ms"))]
+        differ, seconds = (sum(u[name] for u in updates) for name in ("differ", "update_s"))
+        print(
+            f"{kind.__name__} {n + 1}/{given.updates + 1}: {differ} differ, {seconds:.1f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+        if given.output is not None:  # a run that is ended leaves what it has
+            write_json(given.output, {"unfinished": kind.__name__, "updates": updates})
+    timed = [name for name in updates[0] if name.endswith(("_s", "_ms"))]
     return {
         "ran": loop.close(),
         "tokens": sum(u["tokens"] for u in updates),
         "differ": sum(u["differ"] for u in updates),
         "largest_difference": max(u["largest_difference"] for u in updates),
-        **{name: statistics.median(u[name] for u in updates[1:]) for name in seconds},
+        **{name: statistics.median(u[name] for u in updates[1:]) for name in timed},
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if given.device.startswith("cuda") else None,
         "updates": updates,
     }

@@ -137,7 +137,7 @@ def _fork_for_jobs(requests: socket.socket) -> tuple[int, int] | None:
     noted.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(noted.fileno())
-    living: dict[int, int] = {}  # process -> where its id and its end are told
+    living: dict[int, int] = {}  # process -> descriptor that gets its id and its exit status
     requests.send(b"1")
     while True:
         due, _, _ = select.select([requests, ended], [], [])
@@ -192,7 +192,7 @@ def _import_what_workers_need() -> None:
 
 def _main(requests: socket.socket) -> None:
     gc.disable()
-    guarded(_import_what_workers_need)  # a worker imports again what fails here, and says so
+    guarded(_import_what_workers_need)  # a worker imports again what fails here, and reports it
     if len(list(Path("/proc/self/task").iterdir())) > 1:
         return
     gc.collect()

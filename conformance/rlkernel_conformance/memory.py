@@ -39,23 +39,34 @@ def peak(subject: Subject, run: Callable[[], Any]) -> tuple[int, Any]:
 def growth(subject: Subject, run: Callable[[], Any], *, times: int) -> int:
     """Bytes on the subject's device that `times` runs leave behind once their results are dropped.
 
-    The first two runs may keep what later ones use again.
+    The first two runs may keep what later ones use again. Python looks for garbage between these runs and after them
+    alone: at other times it would free what was there before, or make what is new too old for a quick look.
     """
-    for _ in range(2):
-        run()
-    gc.collect(1)  # what was made of late
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(2):
+            run()
+        gc.collect(1)  # what was made of late
+        return _left_behind(subject, run, times)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _left_behind(subject: Subject, run: Callable[[], Any], times: int) -> int:
     if subject.device.startswith("cuda"):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         for _ in range(times):
             run()
-        gc.collect(1)  # what was made of late
+        gc.collect(1)
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated() - before
     with profile(profile_memory=True) as profiled:
         for _ in range(times):
             run()
-        gc.collect(1)  # what was made of late
+        gc.collect(1)
     return sum(e.nbytes() for e in profiled.kineto_results.events() if e.name() == "[memory]")
 
 

@@ -196,7 +196,7 @@ def _attempt(attack: Attack, device: str, sandbox: str, other: dict[str, Any]) -
     verdict = judged(attack.text, _task(attack, device, sandbox))
     runs = 1
     while _above(verdict, other) and runs < _PAIRS:
-        other = judged(honest(attack.honest).source, _task(attack, device, sandbox))
+        other = _judged_honest(attack, device, sandbox)
         verdict = judged(attack.text, _task(attack, device, sandbox))
         runs += 1
     said = [verdict.get("message") or verdict.get("error") or "", *(c["message"] for c in verdict.get("clauses", ()))]

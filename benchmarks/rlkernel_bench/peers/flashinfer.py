@@ -60,7 +60,7 @@ def attention(work: Work) -> Call:
         raise NotImplementedError("has no backward pass")
     B, M, S, Hq, Hk, D = (work.sizes[s] for s in ("B", "M", "S", "Hq", "Hk", "D"))
     page = int(work.options.get("page", 0))
-    planned: dict[int, Any] = {}
+    planned: dict[int, Any] = {}  # by address of q: a plan keeps its inputs, so no other can have that
 
     def plan(given: Inputs) -> Any:
         q, cu_q = given["q"], given["cu_q"]

@@ -59,8 +59,7 @@ def _backwards_grow_nothing(subject: Subject, times: int) -> None:
     def call() -> None:
         g(x()).sum().backward()
 
-    # For the backward of the latest call, until the next call; the first look may see older garbage leave.
-    kept = max(growth(subject, call, times=1) for _ in range(2))
+    kept = growth(subject, call, times=1)  # for the backward of the latest call, until the next call
     _grows_nothing(subject, g, call, times, kept=kept)
 
 

@@ -70,7 +70,7 @@ def exact_rollout(
 
     Temperature, top_k, top_p, min_p and lengths are the trainer's. Rows draw by `args.seed`, the rank and how many
     rollouts there were, so a run draws the same tokens again. TRL gets `logprobs` in the bits of its own scores inside
-    `enabled()`, if nothing between casts: `bf16=False`, the model in the dtype wanted, no `cast_lm_head_to_fp32`.
+    `enabled()`. Casts in between change them and are refused: pass `bf16=False`, and the model in its dtype.
 
     Args:
         exact: what `rlkernel.exact` returned for the trainer's model.
@@ -80,8 +80,8 @@ def exact_rollout(
         force: as in `enabled`.
 
     Raises:
-        HostError: as `enabled`; in a rollout, also for another model, vLLM, tools, images, a repetition penalty or
-            `generation_kwargs`.
+        HostError: as `enabled`; in a rollout, also for another model, mixed precision, `cast_lm_head_to_fp32`, vLLM,
+            `cache_implementation`, tools, images, a repetition penalty or `generation_kwargs`.
     """
     trl_rollout.ROLLOUT.require(force=force)
     return trl_rollout.rollout(exact, max_length=max_length, page=page, check_every=check_every)

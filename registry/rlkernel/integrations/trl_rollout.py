@@ -64,17 +64,22 @@ def _check(exact: Any, trainer: Any) -> None:
     """Refuse what a rollout would leave out.
 
     Raises:
-        HostError: the trainer has another model, another way to generate, tools, or draws that `generate` cannot make.
+        HostError: the trainer has another model, another way to generate, casts between rollout and scores, tools, or
+            draws that `generate` cannot make.
     """
-    args = trainer.args
+    args, accelerator = trainer.args, trainer.accelerator
     refused = {
-        "another model than exact() was called with": trainer.accelerator.unwrap_model(trainer.model)
-        is not exact.model,
+        "another model than exact() was called with": accelerator.unwrap_model(trainer.model) is not exact.model,
+        f"mixed precision {accelerator.mixed_precision!r} (pass bf16=False, fp16=False)": (
+            accelerator.mixed_precision != "no"
+        ),
+        "cast_lm_head_to_fp32, which changes the head that scores": args.cast_lm_head_to_fp32,
         "use_vllm": args.use_vllm,
+        "cache_implementation": args.cache_implementation is not None,
         "tools": bool(trainer.tools),
         f"repetition_penalty={args.repetition_penalty}": args.repetition_penalty != 1.0,
         "generation_kwargs": bool(args.generation_kwargs),
     }
     if any(refused.values()):
         said = ", ".join(name for name, there in refused.items() if there)
-        raise HostError(f"trl: an exact rollout knows nothing of {said}; change it, or leave out rollout_func")
+        raise HostError(f"trl: an exact rollout has no form for {said}; change it, or leave out rollout_func")

@@ -29,7 +29,7 @@ from rlkernel.integrations.host import registered
 from rlkernel.integrations.transformers_exact import HOST, NAME, attention_by, places
 from rlkernel.nn.exact import ACTIVATIONS, ExactGatedMLP, ExactLinear, ExactQuantLinear, ExactRMSNorm
 from rlkernel.nn.generate import Generated, rollout
-from rlkernel.nn.generate_checks import check_elsewhere, ends_of, prompt_rows
+from rlkernel.nn.generate_checks import check_decisions, check_elsewhere, ends_of, prompt_rows
 from rlkernel.nn.linear import QuantLinear
 from rlkernel.nn.paged_decoder import Decoder, Draws
 from rlkernel_core.decision import Decision
@@ -91,7 +91,7 @@ class Exact:
             top_p: likewise, a number or [B].
             min_p: likewise, a number or [B].
             stop_ids: a row ends with any of these. None: `eos_token_id` of the model's generation_config; (): none.
-            pad_id: what stands behind a row's end. None: `pad_token_id` of the generation_config, or else 0.
+            pad_id: the id that fills a row after its end. None: `pad_token_id` of the generation_config, or else 0.
             score: the operator that the trainer calls: "linear_logprob" of hidden states and the head (tokens are drawn
                 by `lm_head_sample`), or "logprob" of the model's logits (by `sample`).
             page: keys of a page; changes no bit.
@@ -223,16 +223,7 @@ def _judge(done: Exact, before: Tensor) -> None:
     with rlk.use(need=["batch_invariant"]):
         proper = _targets(done.model)
     for op, decision in rollout.items():
-        if decision.target != proper[op].target:
-            raise HostError(
-                f"{op} runs {decision.backend}, whose bits may depend on the batch. Nothing was changed. With "
-                f'rlkernel.configure(need=["batch_invariant"]) {proper[op].backend} runs'
-            )
-        if decision.target != trainer[op].target:
-            raise HostError(
-                f"{op} runs {decision.backend} in a rollout and {trainer[op].backend} where gradients are wanted. "
-                f'Nothing was changed. Name one of them: rlkernel.configure({op}="{trainer[op].backend}")'
-            )
+        check_decisions(op, decision, proper[op], trainer[op])
         done.ran[op] = decision.target or ""
 
 

@@ -82,5 +82,6 @@ def rollout(
             drawn.append(step())
         failing.pop_all()
     lengths = decoder.drawn.clone()
-    ids, logprob, *mass = (torch.stack(x, 1)[:, : int(lengths.max())] for x in zip(*drawn, strict=True))
+    most = int(lengths.max())
+    ids, logprob, *mass = (torch.stack(x, 1)[:, :most] for x in zip(*drawn, strict=True))
     return Generated(ids, lengths, logprob, mass[0] if mass else None)

@@ -150,11 +150,12 @@ def check_draws(model: Any, draws: Draws, seeds: Tensor) -> tuple[str | None, ..
     if shaped and draws.score == "linear_logprob":
         fix = 'Pass score="logprob", which takes the logits of the model.'
         raise ArgumentError("score", draws.score, f"knows nothing of {shaped[0]} in the model's head", fix)
-    given: tuple[Tensor, ...] = (torch.zeros(rows, V, device=seeds.device, dtype=model.dtype),)
-    law: dict[str, Any] = {}
+    given: tuple[Tensor, ...]
     if draws.score == "linear_logprob":
         weight, law = head_of(model, model.dtype)
-        given = torch.zeros(rows, D, device=seeds.device, dtype=weight.dtype), weight
+        given = torch.empty(rows, D, device=seeds.device, dtype=weight.dtype), weight
+    else:
+        given, law = (torch.empty(rows, V, device=seeds.device, dtype=model.dtype),), {}
     temperature = scored_at(draws.temperature)
     drawing = {**law, **draws.params, "seed": seeds, "step": torch.zeros_like(seeds)}
     return (
@@ -173,18 +174,27 @@ def one_order(op: str, given: tuple[Any, ...], more: Mapping[str, Any], *, train
     def runs(**wanted: Any) -> Decision:
         return rlk.explain(op, *given, **more, **wanted).decision
 
-    rollout, proper = runs(), runs(need=["batch_invariant"])
-    if rollout.target != proper.target:
-        raise HostError(
-            f"{op} runs {rollout.backend}, whose bits may depend on the batch. "
-            f'With rlkernel.configure(need=["batch_invariant"]) {proper.backend} runs'
-        )
-    if trainer and rollout.target != (graded := runs(grad=True)).target:
-        raise HostError(
-            f"{op} runs {rollout.backend} in a rollout and {graded.backend} where gradients are wanted. "
-            f'Name one of them: rlkernel.configure({op}="{graded.backend}")'
-        )
+    rollout = runs()
+    check_decisions(op, rollout, runs(need=["batch_invariant"]), runs(grad=True) if trainer else rollout)
     return rollout.target
+
+
+def check_decisions(op: str, rollout: Decision, invariant: Decision, trainer: Decision) -> None:
+    """One implementation runs: in a rollout, where batch invariance is needed, and where a trainer wants gradients.
+
+    Raises:
+        HostError: another one does.
+    """
+    if rollout.target != invariant.target:
+        raise HostError(
+            f"{op} runs {rollout.backend}, whose bits may depend on the batch. Nothing was changed. With "
+            f'rlkernel.configure(need=["batch_invariant"]) {invariant.backend} runs'
+        )
+    if rollout.target != trainer.target:
+        raise HostError(
+            f"{op} runs {rollout.backend} in a rollout and {trainer.backend} where gradients are wanted. "
+            f'Nothing was changed. Name one of them: rlkernel.configure({op}="{trainer.backend}")'
+        )
 
 
 def check_ran(exact: Any) -> None:

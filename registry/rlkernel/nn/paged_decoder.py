@@ -48,7 +48,7 @@ class Decoder:
         self, model: Any, draws: Draws, ran: tuple[str | None, ...], rows: int, pages: int, width: int, page: int
     ) -> None:
         device = model.device
-        self.model, self.draws, self.page, self.pages, self.width = model, draws, page, pages, width
+        self.model, self.draws, self.page, self.pages = model, draws, page, pages
         self.place, self.ran = (model.device, model.dtype), ran
         self.cache = paged_cache(model.config.get_text_config().num_hidden_layers, pages, page)
         self.table = torch.zeros(rows, width, dtype=torch.int32, device=device)
@@ -66,7 +66,7 @@ class Decoder:
         """Whether a call can use these pages, and the graph."""
         mine = self.draws.key, self.ran, self.page, self.table.shape[0], self.place
         theirs = draws.key, ran, page, len(plan.table), (model.device, model.dtype)
-        return mine == theirs and self.pages >= plan.pages and self.width >= plan.width
+        return mine == theirs and self.pages >= plan.pages and self.table.shape[1] >= plan.width
 
     def start(self, prompts: Sequence[tuple[int, ...]], plan: PagePlan, draws: Draws, seed: Tensor) -> list[Tensor]:
         """Compute the prompts, each once, and draw the first token of each row: as `decode`."""
@@ -74,7 +74,7 @@ class Decoder:
             if isinstance(given, Tensor):
                 self.params[name].copy_(given)
         self.seed.copy_(seed)
-        self.table.copy_(torch.tensor([[*row, *[0] * (self.width - len(row))] for row in plan.table]))
+        self.table.copy_(torch.tensor([[*row, *[0] * (self.table.shape[1] - len(row))] for row in plan.table]))
         self.used.copy_(torch.tensor([len(ids) for ids in prompts]))
         self.drawn.zero_()
         self.alive.fill_(True)
@@ -103,7 +103,7 @@ class Decoder:
             "cu_seq_lens_q": self.one_each,
             "page_table": self.table,
             "seqused_k": self.used + 1,
-            "max_k": self.width * G,
+            "max_k": self.table.shape[1] * G,
         }
         self.used.add_(1)  # a row that has stopped goes on writing into its own pages, which nobody reads
         return self._draw(self.token, at, slots, places, self.one_each[:-1])
