@@ -68,3 +68,12 @@ def test_a_stopped_tree_computes_nothing_and_goes_on_when_it_may(tree) -> None:
     while tree.cpu_s() == before:
         time.sleep(0.001)
     assert stopped == 0
+
+
+def test_a_stopped_process_goes_on_though_later_looks_missed_it(tree) -> None:
+    tree.freeze()
+    tree.known.clear()
+    tree.thaw()
+    while "R" not in tree.tasks().values():
+        time.sleep(0.001)
+    assert tree.halted == {}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import statistics
+import time
+from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -10,8 +13,9 @@ from hypothesis import strategies as st
 
 from rlkernel_core.spec import OPERATORS
 from rlkernel_judge import replies
+from rlkernel_judge.arena import Arena
 from rlkernel_judge.machine import Machine, copy_bandwidth
-from rlkernel_judge.timing import bootstrap_interval, shared_memory
+from rlkernel_judge.timing import bootstrap_interval, measure, shared_memory
 from rlkernel_judge.workloads import ON_CPU, ON_GPU, defaults, draw, flops, leaves, nbytes, needs, small
 
 TIMES = st.lists(st.floats(1e-6, 1e-2), min_size=5, max_size=20)
@@ -77,3 +81,22 @@ def test_the_shared_memory_holds_arguments_and_results() -> None:
     given = draw(ON_CPU["logprob"], 0, "cpu")
     assert shared_memory(ON_CPU["logprob"], "cpu") > nbytes(given)
     assert shared_memory(ON_GPU["logprob"], "cuda:0") == 0
+
+
+def test_a_worker_has_the_time_of_a_call_to_attach_whatever_earlier_stages_left_it() -> None:
+    work, asked = ON_CPU["logprob"], []
+
+    class EndedError(Exception):
+        pass
+
+    def ask(what: str, **_: object) -> None:
+        asked.append((what, worker.deadline - time.monotonic()))
+        raise EndedError
+
+    tree = SimpleNamespace(freeze=lambda: None, thaw=lambda: None, cpu_s=lambda: 0.0)
+    with closing(Arena.new(shared_memory(work, "cpu"))) as arena:
+        worker = SimpleNamespace(arena=arena, device="cpu", tree=tree, ask=ask, deadline=0.0)
+        with pytest.raises(EndedError):
+            measure(worker, worker, work, until=time.monotonic() + 300, call_s=60, noise=1.6)
+    ((what, left),) = asked
+    assert (what, 59 < left <= 60) == ("attach", True)

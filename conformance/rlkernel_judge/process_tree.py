@@ -5,7 +5,10 @@ their parent. They cannot leave the tree: orphans become children of the supervi
 process of their own process space, which is below it. Linux, standard library only.
 
     freeze   SIGSTOP to every process of the tree until two looks in a row find every task stopped
-    thaw     SIGCONT to every process of the tree
+    thaw     SIGCONT to every process that was sent a SIGSTOP
+
+A look can miss a process: the kernel's list of children leaves one out if another ends while it is read. A process that
+was stopped is therefore let go on whether or not later looks find it.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -41,6 +45,7 @@ class ProcessTree:
     def __init__(self, supervisor: int) -> None:
         self.supervisor = supervisor
         self.known: list[int] = []  # processes at the last look, parents first
+        self.halted: dict[int, None] = {}  # processes that were sent a SIGSTOP and not yet a SIGCONT, in that order
 
     def tasks(self) -> dict[Task, str]:
         """Every thread of every process, and its state as /proc says it."""
@@ -62,8 +67,7 @@ class ProcessTree:
             NotStoppedError: one goes on.
         """
         until, looks = time.monotonic() + _FREEZE_S, 0
-        for pid in self.known:
-            _send(pid, signal.SIGSTOP)
+        self._halt(self.known)
         while looks < _LOOKS:
             running = {task.process for task, state in self.tasks().items() if state not in _STOPPED}
             looks = 0 if running else looks + 1
@@ -71,13 +75,18 @@ class ProcessTree:
                 continue
             if time.monotonic() > until:
                 raise NotStoppedError(f"{len(running)} processes of the judged code cannot be stopped")
-            for pid in running:
-                _send(pid, signal.SIGSTOP)
+            self._halt(running)
 
     def thaw(self) -> None:
-        """Let every process of the last look go on, children before their parents."""
-        for pid in reversed(self.known):
+        """Let every process that was stopped go on, children before their parents."""
+        for pid in reversed(self.halted):
             _send(pid, signal.SIGCONT)
+        self.halted.clear()
+
+    def _halt(self, pids: Iterable[int]) -> None:
+        for pid in pids:
+            self.halted[pid] = None
+            _send(pid, signal.SIGSTOP)
 
     def cpu_s(self) -> float:
         """Seconds that the threads which now live have computed; of a stopped tree it cannot change."""

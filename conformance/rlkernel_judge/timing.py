@@ -170,6 +170,7 @@ def measure(
         side.stop()
         side.stopped_at_s = side.worker.tree.cpu_s()
     try:
+        rig.allow_a_call()
         rig.attach()
         quiet = _rounds(rig, machine, leaves_out, rounds)
     finally:
@@ -209,6 +210,11 @@ class _Rig:
         self.moved = 0  # bytes of arguments and results
         self.overhead_s = float("inf")  # least that stopping, going on and a message took the baseline
 
+    def allow_a_call(self) -> None:
+        """Give both workers the time of one call from now on; what earlier stages left them may be over."""
+        for side in self.sides:
+            side.worker.deadline = min(self.until + _GRACE_S, time.monotonic() + self.call_s)
+
     def attach(self) -> None:
         """Prepare both workers."""
         raise NotImplementedError
@@ -229,8 +235,7 @@ class _Rig:
         for turn in range(calls):
             seed = secrets.randbelow(1 << 30)
             given = draw(work, seed, device)
-            for side in self.sides:
-                side.worker.deadline = min(self.until + _GRACE_S, time.monotonic() + self.call_s)
+            self.allow_a_call()
             self.overhead_s = min(self.overhead_s, self.sides[1].timed("ping")[0])
             for number in self.rng.sample((0, 1), 2):
                 side = self.sides[number]
