@@ -256,6 +256,13 @@ def rollout_buffer() -> Changes:
     }
 
 
+def linear() -> Changes:
+    """A split shows in the order of sums."""
+    wide = {"x": draw(N, 256), "weight": draw(V, 256)}
+    split = {"split": Change("row", wide), "group": Change(None, {**wide, "split": "row"})}
+    return {"bias": Change(draw(V, seed=4)), "residual": Change(draw(N, V, seed=5))} | split
+
+
 def rope() -> Changes:
     norm = {"q_weight": draw(D, seed=8), "eps": 1e-6}
     return {
@@ -303,7 +310,7 @@ CHANGES: Mapping[str, Callable[[], Changes]] = {
     "whiten": rewards.whiten,
     "group_filter": rewards.group_filter,
     "shape_rewards": rewards.shape_rewards,
-    "linear": lambda: {"bias": Change(draw(V, seed=4)), "residual": Change(draw(N, V, seed=5))},
+    "linear": linear,
     "rms_norm": lambda: {"residual": Change(draw(N, D, seed=5)), "offset": Change(1.0)},
     "rope": rope,
     "attention": attention,

@@ -77,6 +77,10 @@ OF_LAYERS: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] =
         ("residual", {"residual": torch.zeros(N + 1, V)}),
         ("residual", {"residual": torch.zeros(N, D)}),
         ("residual", {"residual": torch.zeros(N, V).bfloat16()}),
+        ("split", {"split": "both"}),
+        ("group", {"group": 2, "split": "row"}),
+        ("weight", {"split": "row"}),
+        ("weight", {"split": "column"}),
     ],
     "rms_norm": lambda: [
         ("x", {"x": torch.tensor(1.0)}),

@@ -4,7 +4,7 @@
 # ruff: noqa: A002 arguments are named by the records
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Generator, Tensor
@@ -226,6 +226,8 @@ class _LinearFunction(Protocol[_R_co]):
         *,
         bias: Tensor | None = None,
         residual: Tensor | None = None,
+        group: ProcessGroup | None = None,
+        split: Literal["none", "row", "column"] = "none",
     ) -> _R_co: ...
 
 class _Linear(_LinearFunction[Tensor], Operator, Protocol):

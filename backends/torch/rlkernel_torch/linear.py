@@ -3,6 +3,10 @@
 Libraries choose the order of their sums by shape, so rows are multiplied in blocks of `ROWS`, the last of which is
 filled up with zeros: a row's bits do not depend on how many rows there are. The order is the library's and has no name.
 
+With `split`, every product is made chunk by chunk of the dimension that is split, since a library's order depends on
+all sizes. Sums over that dimension are gathered over the ranks and added in the order of the chunks. The bits are those
+of any number of ranks, and others than without `split`.
+
 Extra memory is one fp32 copy of x, a tile of the weight and the fp32 result. Where torch uses TF32 for fp32 products
 (`torch.backends.cuda.matmul.allow_tf32`), so does this backend.
 
@@ -11,15 +15,19 @@ Legend: M rows · S columns that are summed over · C columns of a product.
 
 from __future__ import annotations
 
+from typing import NamedTuple, Self
+
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
 from rlkernel_common.precision import full_precision
 from rlkernel_common.row_statistics import accumulator
+from rlkernel_common.vocab_parallel import gathered
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
-from rlkernel_core.spec.linear import LinearCall
+from rlkernel_core.spec.linear import CHUNKS, LinearCall
 
 ROWS = 64  # of a block: the fewest at which a CPU's product runs near full speed
 GRAIN = 16  # columns and inputs are filled up to a multiple: seen to differ at 11 columns, and at 17 inputs
@@ -39,6 +47,11 @@ class LinearPair(Pair[LinearCall, Tensor]):
 
     op = "linear"
 
+    def __init__(self, call: LinearCall) -> None:
+        """Keep how the weight is split."""
+        super().__init__(call)
+        self._split = Split.of(call)
+
     def forward(self, call: LinearCall) -> tuple[Tensor, Saved]:
         """The result; x is saved for the weight's gradient, the weight for that of x."""
         return _forward(call), _saved(call, self.wanted)
@@ -52,10 +65,11 @@ class LinearPair(Pair[LinearCall, Tensor]):
         state, rows = accumulator(g), g.reshape(-1, g.shape[-1])
         d_x = d_weight = d_bias = None
         if of_x and weight is not None:
-            d_x = row_products(rows, weight.contiguous()).to(g.dtype).reshape(*g.shape[:-1], weight.shape[1])
+            d_rows = self._split.product(rows, weight.contiguous(), over="column")
+            d_x = d_rows.to(g.dtype).reshape(*g.shape[:-1], weight.shape[1])
         if of_weight and x is not None:
             with full_precision(g):
-                d_weight = (rows.to(state).t() @ x.reshape(-1, x.shape[-1]).to(state)).to(g.dtype)
+                d_weight = self._split.outer(rows.to(state), x.reshape(-1, x.shape[-1]).to(state)).to(g.dtype)
         if of_bias:
             d_bias = rows.sum(0, dtype=state).to(g.dtype)
         return d_x, d_weight, d_bias, g.clone() if of_residual else None
@@ -73,12 +87,51 @@ def _saved(call: LinearCall, wanted: tuple[bool, ...]) -> Saved:
 
 def _forward(call: LinearCall) -> Tensor:
     x = call.x
-    y = row_products(x.reshape(-1, x.shape[-1]), call.weight.contiguous().t())
+    y = Split.of(call).product(x.reshape(-1, x.shape[-1]), call.weight.contiguous().t(), over="row")
     if call.bias is not None:
         y += call.bias
     if call.residual is not None:
         y += call.residual.reshape(y.shape)
     return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[1])
+
+
+class Split(NamedTuple):
+    """How a weight is split over ranks, of which this one has a share."""
+
+    kind: str  # "none", "row", "column"
+    size: int  # of a chunk of the dimension that is split; 0 where none is
+    group: ProcessGroup | None
+
+    @classmethod
+    def of(cls, call: LinearCall) -> Self:
+        """That of a call."""
+        if call.split == "none":
+            return cls("none", 0, None)
+        share = call.weight.shape[1 if call.split == "row" else 0]
+        return cls(call.split, share * (1 if call.group is None else call.group.size()) // CHUNKS, call.group)
+
+    def product(self, a: Tensor, b: Tensor, *, over: str) -> Tensor:  # [M, S], [S, C] -> [M, C] fp32, or float64
+        """A @ b, where S is the dimension that a split of the kind `over` splits, and C that of the other."""
+        if self.kind == "none":
+            return row_products(a, b)
+        # Chunks are copied, since a library may choose its order by the distance between rows too.
+        if self.kind != over:
+            return torch.cat([row_products(a, some.contiguous()) for some in b.split(self.size, 1)], 1)
+        shares = zip(a.split(self.size, 1), b.split(self.size), strict=True)
+        sums = torch.stack([row_products(some, other.contiguous()) for some, other in shares])
+        total, *others = (sums if self.group is None else gathered(sums, self.group).flatten(0, 1)).unbind()
+        total = total.clone()
+        for chunk in others:
+            total += chunk
+        return total
+
+    def outer(self, g: Tensor, x: Tensor) -> Tensor:  # [M, N], [M, K] -> [N, K]
+        """The gradient of the weight."""
+        if self.kind == "row":
+            return torch.cat([g.t() @ some.contiguous() for some in x.split(self.size, 1)], 1)
+        if self.kind == "column":
+            return torch.cat([some.contiguous().t() @ x for some in g.split(self.size, 1)])
+        return g.t() @ x
 
 
 def row_products(a: Tensor, b: Tensor) -> Tensor:  # [M, S], [S, C] -> [M, C] fp32, or float64

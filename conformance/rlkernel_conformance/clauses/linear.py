@@ -14,6 +14,7 @@ from rlkernel_conformance.attack import attack
 from rlkernel_conformance.call_checks import leaves, same_results
 from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.compare import plain, require, same_bits, within
+from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions.linear import linear, linear_gradients
 from rlkernel_core.spec.qmatmul import UNITS, accumulation_bound
@@ -284,6 +285,73 @@ def a_row_is_the_same_in_any_batch(subject: Subject, case: Product) -> None:
     for M in (case.M,) if max(BATCHES) < case.M else BATCHES:
         rows = [i % 3 for i in range(M)]
         same_results(taken(rows), {n: x[rows] for n, x in want.items()}, f"in a batch of {M}")
+
+
+def split_cases(subject: Subject) -> st.SearchStrategy[Product]:
+    """Sizes whose shares are whole chunks."""
+    sizes = st.sampled_from((128, 256, 384))
+    dtypes = st.sampled_from(subject.dtypes)
+    return st.builds(
+        Product, M=st.sampled_from((1, 3, 70)), K=sizes, N=sizes, seed=st.integers(0, 2**20), dtype=dtypes,
+        bias=st.booleans(), residual=st.booleans(), one_sided=st.booleans(),
+    )  # fmt: skip
+
+
+# Split -> argument -> the dimension of which a rank has its share; "y" is the result.
+SHARED: Final[dict[str, dict[str, int]]] = {
+    "row": {"x": 1, "weight": 1},
+    "column": {"weight": 0, "bias": 0, "residual": 1, "y": 1},
+}
+
+
+def on_shares(subject: Subject, case: Product, split: str, ranks: int | None) -> dict[str, Tensor]:
+    """Result and gradients of a call whose weight is split over so many ranks, put together; None is no group.
+
+    Raises:
+        Violation: what is whole on every rank differs between ranks.
+    """
+    given, shared = case.arguments(subject), SHARED[split]
+    up = draw.normal((case.M, case.N), case.seed + 9, subject.device).to(given["x"].dtype)
+
+    def on_rank(rank: int, group: Any) -> dict[str, Tensor]:
+        def mine(name: str, x: Tensor) -> Tensor:
+            return x.chunk(group.size(), shared[name])[rank] if group is not None and name in shared else x
+
+        leaf = {n: mine(n, x).clone().requires_grad_("grad" in subject.claims) for n, x in given.items()}
+        y = subject(**leaf, split=split, group=group)
+        if not y.requires_grad:
+            return {"y": y}
+        grads = torch.autograd.grad(y, list(leaf.values()), mine("y", up))
+        return {"y": y.detach(), **dict(zip(leaf, grads, strict=True))}
+
+    found = [on_rank(0, None)] if ranks is None else on_ranks(subject, ranks, on_rank)
+    for other in found[1:]:
+        same_results(*({n: x for n, x in r.items() if n not in shared} for r in (other, found[0])), "on another rank")
+    return {n: torch.cat([r[n] for r in found], shared[n]) if n in shared else x for n, x in found[0].items()}
+
+
+@attack("LN-15", split_cases, scale=0.3)
+def shares_give_the_whole(subject: Subject, case: Product) -> None:
+    """Two ranks, split by inputs and by outputs."""
+    given = case.arguments(subject)
+    up = plain(draw.normal((case.M, case.N), case.seed + 9, subject.device).to(given["x"].dtype), "g")
+    wants = linear_gradients(flat(given, "x"), flat(given, "weight"), up)
+    for split in SHARED:
+        found = on_shares(subject, case, split, 2)
+        within(subject, "y", found.pop("y"), *expected(given), name=f"y, {split} split")
+        for name, want, terms in zip(("x", "weight", "bias"), wants, (case.N, case.M, case.M), strict=True):
+            if name in found:
+                allowed = bounded(given["x"].dtype, want, terms)
+                within(subject, "grad", found[name], *allowed, name=f"gradient of {name}, {split} split")
+
+
+@attack("LN-16", split_cases, scale=0.3)
+def any_number_of_ranks_gives_the_same_bits(subject: Subject, case: Product) -> None:
+    """One without a group, and groups of 1, 2 and 4."""
+    for split in SHARED:
+        want = on_shares(subject, case, split, None)
+        for ranks in (1, 2, 4):
+            same_results(on_shares(subject, case, split, ranks), want, f"on {ranks} ranks, {split} split")
 
 
 derive(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlkernel_conformance.mutants import plant
@@ -50,7 +51,7 @@ def another_order(of: Callable[[LinearCall], bool]) -> How:
         if not of(call) or call.x.shape[-1] < 2:
             return right(call)
         state = torch.float64 if call.x.dtype == torch.float64 else torch.float32
-        same = replace(call, **{n: x.to(state) for n, x in call.as_dict().items() if x is not None})
+        same = replace(call, **{n: x.to(state) for n, x in call.as_dict().items() if isinstance(x, Tensor)})
         turned = halves(right, replace(same, x=same.x.flip(-1), weight=same.weight.flip(-1)), torch.add)
         return turned.to(call.x.dtype)
 
@@ -108,6 +109,28 @@ def weight_gradient_of_a_tile(right: Run, call: LinearCall) -> Tensor:
     return y + (of_weight - of_weight.detach()).nan_to_num().reshape(y.shape).to(y.dtype)
 
 
+def added_by_the_library(right: Run, call: LinearCall) -> Tensor:
+    """A row split whose shares are rounded and then added by an all-reduce."""
+    if call.split != "row" or call.group is None:
+        return right(call)
+    y = right(replace(call, split="none", group=None, bias=None, residual=None))
+    total = y.detach().clone()
+    dist.all_reduce(total, group=call.group)
+    y = y + (total - y.detach())
+    y = y if call.bias is None else y + call.bias
+    return y if call.residual is None else y + call.residual
+
+
+def bias_of_every_rank(right: Run, call: LinearCall) -> Tensor:
+    y = right(call)
+    again = call.split == "row" and call.group is not None and call.bias is not None
+    return y + call.bias * (call.group.size() - 1) if again else y
+
+
+def gradient_of_the_share(right: Run, call: LinearCall) -> Tensor:
+    return right(replace(call, split="none", group=None) if call.split == "column" else call)
+
+
 BUGS: Final = {
     "products_in_tf32": Bug(
         "LN-01", "fp32 operands lose 13 bits on tensor cores", plant.maps(x=in_tf32, weight=in_tf32)
@@ -147,6 +170,13 @@ BUGS: Final = {
     ),
     "another_tile_from_256_rows_on": Bug(
         "LN-13", "a block size that changes at 256 rows", another_order(lambda c: rows_of(c) >= 256)
+    ),
+    "bias_of_every_rank": Bug("LN-15", "every rank adds the bias before the sum over ranks", bias_of_every_rank),
+    "gradient_of_the_share": Bug(
+        "LN-15", "the gradient of x is that of this rank's outputs alone", gradient_of_the_share
+    ),
+    "added_by_an_all_reduce": Bug(
+        "LN-16", "shares are added by an all-reduce, in the dtype of y and an order of its own", added_by_the_library
     ),
     "asks_the_host": plant.reads_a_value("LN-14", lambda c: c.x),
 }

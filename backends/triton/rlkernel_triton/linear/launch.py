@@ -1,5 +1,7 @@
 """linear@1 on Triton: one launch of a tile a program; for few rows one of a chunk a program, and one that adds them.
 
+Over ranks, each computes the sums of its chunks, all are gathered, and every rank adds them: the same bits once more.
+
 Backward: the same products, dy weight for x and dy^T x for the weight, and torch's sum over rows for the bias.
 
 Legend: M rows · N outputs · K inputs · C columns of a product.
@@ -8,25 +10,26 @@ Legend: M rows · N outputs · K inputs · C columns of a product.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any, Final, NamedTuple
+from functools import partial
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from rlkernel_common.vocab_parallel import gathered
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
-from rlkernel_core.spec.linear import LinearCall
+from rlkernel_core.spec.linear import CHUNKS, GRAIN, LinearCall
 from rlkernel_triton.common.device import has_pdl, takes_tma
 from rlkernel_triton.common.host import INTERPRETED
 from rlkernel_triton.common.language import triton
-from rlkernel_triton.common.matmul_tiles import OPERAND_TYPES, options_of, tile_of
+from rlkernel_triton.common.matmul_tiles import OPERAND_TYPES, Tile, options_of, tile_of
 from rlkernel_triton.common.row_layout import rows_of
 from rlkernel_triton.launchers import Launch, Launcher, Plan, launcher_for, plain_launcher_for
 from rlkernel_triton.linear import kernels
 from rlkernel_triton.quant.tile_config import machine
 
-CHUNKS: Final = 8
-GRAIN: Final = 16  # columns of which a chunk is a multiple: the step of the matrix instructions
 MANY: Final = 4096  # rows from which on the copy engine's products run by 4 warps, two programs a multiprocessor
 FEW: Final = 64  # rows for which a product waits for the weight alone
 COLUMNS: Final = 512  # of a program that adds chunks
@@ -95,6 +98,8 @@ class _Host:
         self._x = (self._K, 1) if self._copied else (layout.inner_stride, layout.stride)
         self._weight = (weight.stride(0), weight.stride(1))
         self._tma = not self._copied and takes_chunks_by_tma(self._flat(x), weight)
+        self._group, several = call.group, call.group is not None and call.group.size() > 1
+        self._shared_y, self._shared_dx = several and call.split == "row", several and call.split == "column"
 
     def forward(self, call: LinearCall) -> Tensor:
         """The result."""
@@ -104,7 +109,10 @@ class _Host:
             bias = None if call.bias is None else call.bias.contiguous()
             given = (bias is not None, residual is not None)
             sizes = Sizes(self._M, self._N, self._K)
-            if self._tma:
+            if self._shared_y:
+                shared = self._shared("forward", call.x, sizes, self._x, self._weight, given)
+                shared(self._lying(call.x), call.weight, bias, residual, y)
+            elif self._tma:
                 by_tma = self._plan.get("forward", lambda _: TmaProduct(call.x, sizes, given))
                 by_tma(self._flat(call.x), call.weight, bias, residual, y)
             else:
@@ -116,9 +124,11 @@ class _Host:
         """The gradient of x."""
         d_x = torch.empty((*self._rows, self._K), dtype=g.dtype, device=g.device)
         if self._M:
-            sizes = Sizes(self._M, self._K, self._N)
-            product = self._product("x", g, sizes, (self._N, 1), self._weight[::-1], any_alignment=("a",))
-            product(g, weight, None, None, d_x)
+            given = g, Sizes(self._M, self._K, self._N), (self._N, 1), self._weight[::-1]
+            if self._shared_dx:
+                self._shared("x", *given, any_alignment=("a",))(g, weight, None, None, d_x)
+            else:
+                self._product("x", *given, any_alignment=("a",))(g, weight, None, None, d_x)
         return d_x
 
     def of_weight(self, g: Tensor, x: Tensor) -> Tensor:
@@ -137,6 +147,18 @@ class _Host:
     ) -> Product:  # fmt: skip
         def bound(launcher: Launcher) -> Product:
             return Product(launcher, like, sizes, a, b, given, any_alignment)
+
+        return self._plan.get(place, bound)
+
+    def _shared(
+        self, place: str, like: Tensor, sizes: Sizes, a: tuple[int, int], b: tuple[int, int],
+        given: tuple[bool, bool] = (False, False), any_alignment: Collection[str] = (),
+    ) -> SharedProduct:  # fmt: skip
+        assert self._group is not None
+        group = self._group
+
+        def bound(launcher: Launcher) -> SharedProduct:
+            return SharedProduct(launcher, like, sizes, a, b, given, any_alignment, group)
 
         return self._plan.get(place, bound)
 
@@ -190,22 +212,10 @@ class Product:
         split = few and parts > 1 and (tiles < 2 * cores if M <= FEW else 2 * tiles <= cores)
         self._size, self._grid = parts * M * C, (tiles * (parts if split else 1), 1, 1)
         pdl = split and has_pdl(like)
-        epilogue: dict[str, Any] = dict(zip(("HAS_BIAS", "HAS_RESIDUAL"), given, strict=True))
-        strides = dict(zip(("a_stride", "a_step", "b_stride", "b_step"), (*a, *b), strict=True))
-        shape = {"BM": tile.BM, "BN": tile.BN, "BK": tile.BK, "GROUP": tile.GROUP}
-        self._multiply = launcher.bind(
-            kernels.chunked_product, num_warps=tile.num_warps, num_stages=tile.num_stages, options=options_of(like),
-            any_alignment=any_alignment, **strides, **shape, **epilogue, M=M, C=C, K=K, chunk=chunk, SPLIT=split,
-            WHOLE=chunk % tile.BK == 0 and K % chunk == 0,
-            OPERAND=OPERAND_TYPES[torch.float32 if INTERPRETED else like.dtype], USE_PDL=pdl,
-        )  # fmt: skip
-        self._add: Launch | None = None
-        if split:
-            self._add = launcher.bind(
-                kernels.add_chunks, options={"launch_pdl": True} if pdl else {}, **epilogue, M=M, C=C,
-                N_PARTS=parts, USE_PDL=pdl, W=COLUMNS,
-            )  # fmt: skip
-            self._add_grid = (M, triton.cdiv(C, COLUMNS), 1)
+        self._multiply = multiplication(
+            launcher, like, sizes, tile, chunk, a, b, given, any_alignment, split=split, pdl=pdl
+        )
+        self._add = addition(launcher, sizes, parts, given, pdl=pdl) if split else None
 
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
         """Into `out`, [M, C] contiguous."""
@@ -215,7 +225,59 @@ class Product:
             return
         parts = torch.empty(self._size, dtype=torch.float32, device=out.device)
         self._multiply(self._grid, a, b, *more, parts)
-        self._add(self._add_grid, parts, *more, out)
+        self._add(parts, *more, out)
+
+
+class SharedProduct:
+    """`Product` over the ranks of a group, each with its chunks: their sums are gathered, and every rank adds them."""
+
+    def __init__(
+        self, launcher: Launcher, like: Tensor, sizes: Sizes, a: tuple[int, int], b: tuple[int, int],
+        given: tuple[bool, bool], any_alignment: Collection[str], group: ProcessGroup,
+    ) -> None:  # fmt: skip
+        (M, C, K), self._group, parts = sizes, group, CHUNKS // group.size()
+        tile = tile_of(like, like, "chunks small_m" if M <= FEW else "chunks")
+        self._shape = (parts, M, C)
+        self._grid = (triton.cdiv(M, tile.BM) * triton.cdiv(C, tile.BN) * parts, 1, 1)
+        self._multiply = multiplication(
+            launcher, like, sizes, tile, K // parts, a, b, given, any_alignment, split=True, pdl=False
+        )
+        self._add = addition(launcher, sizes, CHUNKS, given, pdl=False)
+
+    def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor) -> None:
+        """Into `out`, [M, C] contiguous, the same on every rank."""
+        more = (out if bias is None else bias, out if residual is None else residual)
+        parts = torch.empty(self._shape, dtype=torch.float32, device=out.device)
+        self._multiply(self._grid, a, b, *more, parts)
+        self._add(gathered(parts, self._group), *more, out)
+
+
+def multiplication(
+    launcher: Launcher, like: Tensor, sizes: Sizes, tile: Tile, chunk: int, a: tuple[int, int],
+    b: tuple[int, int], given: tuple[bool, bool], any_alignment: Collection[str], *, split: bool, pdl: bool,
+) -> Launch:  # fmt: skip
+    """The launch of `chunked_product`; with `split` of the sums of chunks."""
+    M, C, K = sizes
+    strides = dict(zip(("a_stride", "a_step", "b_stride", "b_step"), (*a, *b), strict=True))
+    return launcher.bind(
+        kernels.chunked_product, num_warps=tile.num_warps, num_stages=tile.num_stages, options=options_of(like),
+        any_alignment=any_alignment, **strides, BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=tile.GROUP,
+        HAS_BIAS=given[0], HAS_RESIDUAL=given[1], M=M, C=C, K=K, chunk=chunk, SPLIT=split,
+        WHOLE=chunk % tile.BK == 0 and K % chunk == 0,
+        OPERAND=OPERAND_TYPES[torch.float32 if INTERPRETED else like.dtype], USE_PDL=pdl,
+    )  # fmt: skip
+
+
+def addition(
+    launcher: Launcher, sizes: Sizes, parts: int, given: tuple[bool, bool], *, pdl: bool
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    """The launch of `add_chunks`: of the sums of chunks, bias, residual and the result."""
+    M, C, _ = sizes
+    launch = launcher.bind(
+        kernels.add_chunks, options={"launch_pdl": True} if pdl else {}, HAS_BIAS=given[0], HAS_RESIDUAL=given[1], M=M,
+        C=C, N_PARTS=parts, USE_PDL=pdl, W=COLUMNS,
+    )  # fmt: skip
+    return partial(launch, (M, triton.cdiv(C, COLUMNS), 1))
 
 
 def takes_chunks_by_tma(x: Tensor, weight: Tensor) -> bool:

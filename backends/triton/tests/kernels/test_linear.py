@@ -1,10 +1,15 @@
 """linear on programs that own whole sums and on programs that own a chunk; which columns a chunk has."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlkernel_conformance.clauses.linear import SHARED
+from rlkernel_conformance.ranks import on_ranks
+from rlkernel_conformance.subject import Subject
 from rlkernel_core.spec.linear import LinearCall
 from rlkernel_triton.claims import CLAIMS
 from rlkernel_triton.launchers import planning_for
@@ -45,3 +50,35 @@ def test_every_product_counts_once_whoever_adds(K, more, device) -> None:
         assert torch.equal(linear(LinearCall(**arguments)).cpu(), want)
     few = {n: x[:3] if n in {"x", "residual"} else x for n, x in arguments.items()}
     assert torch.equal(linear(LinearCall(**few)).cpu(), want[:3])
+
+
+@pytest.mark.parametrize("split", ["row", "column"])
+def test_a_share_of_one_rank_is_the_plain_call(split, device) -> None:
+    call = LinearCall(**whole_numbers(device, 128, more=False)[0])
+    call = replace(call, weight=call.weight.new_ones(128, 128))
+    assert torch.equal(linear(replace(call, split=split)), linear(call))
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("split", ["row", "column"])
+def test_every_product_counts_once_over_ranks(split, ranks, device) -> None:
+    """Sums and gradients of whole numbers, which every order gives exactly."""
+    g = torch.Generator().manual_seed(0)
+    sizes = {"x": (3, 256), "weight": (384, 256), "bias": (384,), "residual": (3, 384), "up": (3, 384)}
+    given = {n: torch.randint(-8, 9, size, generator=g).float().to(device) for n, size in sizes.items()}
+    up = given.pop("up")
+
+    def on_rank(rank, group):
+        def mine(name, x):
+            return x.chunk(ranks, SHARED[split][name])[rank] if name in SHARED[split] else x
+
+        leaf = {n: mine(n, x).clone().requires_grad_() for n, x in given.items()}
+        y = linear(LinearCall(**leaf, split=split, group=group))
+        y.backward(mine("y", up))
+        found = {"y": y.detach(), **{n: x.grad for n, x in leaf.items()}}
+        return {n: torch.equal(x, mine(n, want[n])) for n, x in found.items()}
+
+    want = {"y": given["x"] @ given["weight"].t() + given["bias"] + given["residual"]}
+    want |= {"x": up @ given["weight"], "weight": up.t() @ given["x"], "bias": up.sum(0), "residual": up}
+    subject = Subject("triton" if device == "cuda" else "triton-interpreter", "linear", device)
+    assert on_ranks(subject, ranks, on_rank) == [dict.fromkeys(want, True)] * ranks
