@@ -123,8 +123,9 @@ def added_by_the_library(right: Run, call: LinearCall) -> Tensor:
 
 def bias_of_every_rank(right: Run, call: LinearCall) -> Tensor:
     y = right(call)
-    again = call.split == "row" and call.group is not None and call.bias is not None
-    return y + call.bias * (call.group.size() - 1) if again else y
+    if call.split != "row" or call.group is None or call.bias is None:
+        return y
+    return y + call.bias * (call.group.size() - 1)
 
 
 def gradient_of_the_share(right: Run, call: LinearCall) -> Tensor:
