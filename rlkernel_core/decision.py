@@ -87,9 +87,15 @@ class Pin(NamedTuple):
     target: str  # "package.module:function"
     provider: str  # distribution and version: "rlkernel 0.1.0"
     sums: str = ""  # in which order it adds, as its manifest names it; empty where it names none
+    made_of: str = ""  # "sources 245fb0785173d194, torch 2.13.0": what decides its bits; empty where it names no sums
+
+    def admits(self, other: Pin) -> bool:
+        """Whether this allows another to run; without `made_of` it allows any sources and versions."""
+        return self == (other if self.made_of else other._replace(made_of=""))
 
     def __str__(self) -> str:
-        return f"{self.target} [{self.provider}]" + (f" sums={self.sums}" if self.sums else "")
+        exact = [f"sums={self.sums}"] * bool(self.sums) + [f"({self.made_of})"] * bool(self.made_of)
+        return " ".join((self.target, f"[{self.provider}]", *exact))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +141,15 @@ class Decision:
     source: str = "default"  # where the order came from
     room: Room | None = field(default=None, compare=False)  # of what was chosen, where the decision was explained
     sums: str | None = None  # in which order it adds, as its manifest names it: equal names promise equal bits
+    # What decides its bits (`Pin.made_of`), where a lock pins it or the policy needs "exact": reading it takes a while.
+    made_of: str | None = None
 
     @property
     def hash(self) -> str:
-        """12 hex digits over what runs (operator, device, implementation, version, sums): equal on ranks that agree."""
+        """12 hex digits over operator, device, implementation, version, sums and made_of: equal on ranks that agree."""
         what: list[object] = [self.call.op, self.call.device, self.call.arch, self.call.dtype, self.call.grad]
         what += [sorted(self.call.features), self.backend, self.target, self.version]
-        what += [self.sums] if self.sums is not None else []
+        what += [x for x in (self.sums, self.made_of) if x is not None]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:12]
 
     def as_dict(self) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import rlkernel as rlk
 from rlkernel import lock, policy, record
 from rlkernel.discover import Candidate
 from rlkernel.resolve import Facts, resolve
+from rlkernel.survey import Situation, survey
 from rlkernel_core.decision import EXACT, Call, Decision, OpPolicy, Pin
 from rlkernel_core.errors import LockError
 from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
@@ -104,3 +107,52 @@ def test_a_lock_pins_the_sums(tmp_path) -> None:
     with rlk.registered(adding("rows/f32")), rlk.use("acme", lock=str(path)):
         with pytest.raises(LockError, match=r"pins .* sums=tree/f32; this is .* sums=rows/f32"):
             rlk.logprob(LOGITS, IDS)
+
+
+def pinned_by_command(path: Path) -> Pin:
+    """The pin of acme's logprob in the lock that `rlkernel lock` writes."""
+    decisions = survey(Situation("cpu", None, "float32", frozenset()), ops=["logprob"], locked=False)
+    lock.write(path, decisions)
+    ((pin,),) = lock.read(str(path)).values()
+    return pin
+
+
+def test_a_lock_of_the_command_pins_sources_and_versions_of_what_names_its_sums(tmp_path) -> None:
+    with rlk.registered(adding("tree/f32")), rlk.use("acme"):
+        pin = pinned_by_command(tmp_path / "rlkernel.lock")
+        with rlk.use(lock=str(tmp_path / "rlkernel.lock")):
+            rlk.logprob(LOGITS, IDS)
+    torch_version = torch.__version__.partition("+")[0]
+    assert re.fullmatch(rf"sources [0-9a-f]{{16}}, torch {re.escape(torch_version)}", pin.made_of)
+
+
+def test_other_sources_are_not_what_was_pinned(tmp_path) -> None:
+    path = tmp_path / "rlkernel.lock"
+    with rlk.registered(adding("tree/f32")), rlk.use("acme"):
+        pin = pinned_by_command(path)
+        path.write_text(path.read_text().replace(pin.made_of, "sources 0123456789abcdef, torch 2.9.0"))
+        with rlk.use(lock=str(path)), pytest.raises(LockError, match=r"pins .*torch 2\.9\.0\); this is .*sources"):
+            rlk.logprob(LOGITS, IDS)
+
+
+def test_what_names_no_sums_is_pinned_by_name_and_version_alone(tmp_path) -> None:
+    with rlk.registered(adding(None)), rlk.use("acme"):
+        assert pinned_by_command(tmp_path / "rlkernel.lock").made_of == ""
+
+
+@pytest.mark.parametrize(
+    ("pin", "admitted"),
+    [
+        (Pin("a:b", "acme 1", "tree", "sources 1"), True),
+        (Pin("a:b", "acme 1", "tree"), True),
+        (Pin("a:b", "acme 1", "tree", "sources 2"), False),
+        (Pin("a:b", "acme 1"), False),
+    ],
+)
+def test_a_pin_without_sources_admits_any(pin, admitted) -> None:
+    assert pin.admits(Pin("a:b", "acme 1", "tree", "sources 1")) is admitted
+
+
+def test_a_decision_hash_tells_sources_apart() -> None:
+    one, other = (decided(adding("tree/f32"), made_of=lambda *_, s=s: f"sources {s}") for s in "12")
+    assert (one.hash != other.hash, one.made_of) == (True, "sources 1")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from hashlib import sha256
@@ -20,14 +20,14 @@ from rlkernel import policy
 from rlkernel.discover import GROUP, brief, entries, guarded
 from rlkernel.manifest_rules import broken_rules
 from rlkernel.resolve import claims
-from rlkernel_conformance.sources import CLONE, DIGITS, fingerprint
+from rlkernel.sources import CLONE, DIGITS, fingerprint, targets_of
 from rlkernel_core.decision import ALIASES
 from rlkernel_core.documents import read_toml
 from rlkernel_core.errors import ConfigError
 from rlkernel_core.spec import OPERATORS
 
 if TYPE_CHECKING:
-    from rlkernel_core.manifest import Backend, Impl
+    from rlkernel_core.manifest import Backend
 
 _PROJECT: Final = {"project": {"entry-points?": {str: {str: str}}}}  # of pyproject.toml
 
@@ -125,8 +125,3 @@ def _by_operator() -> list[tuple[str, str]]:
     with importable():
         found = [guarded(partial(load, where))[0] for where in known().values()]
     return [(i.op, t) for manifest in found if manifest is not None for i in manifest.impls for t in targets_of(i)]
-
-
-def targets_of(impl: Impl) -> Iterable[str]:
-    """The functions and classes that an implementation names."""
-    return filter(None, (impl.target, impl.check, impl.gradient, impl.workspace))

@@ -2,7 +2,7 @@
 
 A report is made in one run or in several, each of some operators or clauses (`merged`). So each clause names its run,
 which is under `runs` with its profile and environment, its date, and the fingerprint of the sources that were judged
-(`rlkernel_conformance.sources`). The profile of an operator, and of a report, is the weakest that one of its clauses
+(`rlkernel.sources`). The profile of an operator, and of a report, is the weakest that one of its clauses
 was attacked with.
 
 Two runs of one backend at one profile on one machine give the same report but for dates and seconds; `hash` covers all

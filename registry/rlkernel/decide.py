@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
-from rlkernel import announce, audit, evidence, lock, policy, ranges, selftest, targets
+from rlkernel import announce, audit, evidence, lock, policy, ranges, selftest, sources, targets
 from rlkernel.discover import IN_PROCESS, PackageVersions, brief, described, guarded, load_target
 from rlkernel.limits import Question, answer, question
 from rlkernel.plans import Choice, Plan, Table, key_or_none
 from rlkernel.probe import arch_of, probe
 from rlkernel.resolve import Facts, resolve
 from rlkernel_core import checks
-from rlkernel_core.decision import Call, Decision
+from rlkernel_core.decision import EXACT, Call, Decision
 from rlkernel_core.errors import ArgumentTypeError, ResolutionError
 from rlkernel_core.manifest import Impl
 from rlkernel_core.reasons import Reason
@@ -222,7 +222,10 @@ def facts_for(device: str, *, locked: bool = True) -> Facts:
     failed = {backend: reason for (backend, *at), reason in outcomes if at == [device, rules.probe] and reason}
     path, packages = rules.lock if locked else None, PackageVersions()
     unproved = partial(evidence.unproved, rules.reports, packages)
-    return Facts(packages, process.broken_targets, failed, lock.read(path) if path else None, unproved)
+    # Reading sources takes tens of milliseconds: only where a lock pins them, or is about to, or bits are promised.
+    asked = path or not locked or any(EXACT in each.need for each in (rules.default, *rules.ops.values()))
+    made_of = partial(sources.made_of, packages=packages) if asked else None
+    return Facts(packages, process.broken_targets, failed, lock.read(path) if path else None, unproved, made_of)
 
 
 def foreseen(

@@ -18,12 +18,15 @@ __all__ = ["content", "differences", "read", "write"]
 
 VERSION: Final = 1
 MOST: Final = 1 << 20  # bytes
-_FORM: Final = {"version": frozenset({VERSION}), "operators": {str: [{"target": str, "provider": str, "sums?": str}]}}
+_FORM: Final = {
+    "version": frozenset({VERSION}),
+    "operators": {str: [{"target": str, "provider": str, "sums?": str, "made_of?": str}]},
+}
 _REMEDY: Final = "Write it with `rlkernel lock --force`, or remove `lock` from the configuration."
 
 
 def read(path: str) -> Mapping[str, frozenset[Pin]]:
-    """What the lock file at `path` pins: operator id -> what it may run. Pins of before `sums` have none.
+    """What the lock file at `path` pins: operator id -> what it may run. Pins without `sums` are of what names none.
 
     Raises:
         FileError: no such file, or not a lock file of this version.
@@ -37,7 +40,9 @@ def content(decisions: Iterable[Decision]) -> dict[str, Any]:
     operators: dict[str, set[tuple[str, Pin]]] = {}
     for d in decisions:
         if d.backend and d.target and d.version:
-            operators.setdefault(d.call.op, set()).add((d.backend, Pin(d.target, d.version, d.sums or "")))
+            operators.setdefault(d.call.op, set()).add(
+                (d.backend, Pin(d.target, d.version, d.sums or "", d.made_of or ""))
+            )
     pins = {
         op: [{"backend": b, **{k: v for k, v in pin._asdict().items() if v}} for b, pin in sorted(found)]
         for op, found in sorted(operators.items())
@@ -68,7 +73,7 @@ def _text(pins: Mapping[str, Any]) -> str:
 def _pins(operators: Mapping[str, Any]) -> dict[str, frozenset[Pin]]:
     """What the operators of a lock may run."""
     return {
-        op: frozenset(Pin(pin["target"], pin["provider"], pin.get("sums", "")) for pin in pins)
+        op: frozenset(Pin(pin["target"], pin["provider"], pin.get("sums", ""), pin.get("made_of", "")) for pin in pins)
         for op, pins in operators.items()
     }
 
@@ -80,4 +85,9 @@ def differences(
     now = _pins(content(decisions)["operators"])
     empty: frozenset[Pin] = frozenset()
     both = {op: (pinned.get(op, empty), now.get(op, empty)) for op in sorted({*pinned, *now})}
-    return {op: (old, new) for op, (old, new) in both.items() if old != new}
+    return {op: (old, new) for op, (old, new) in both.items() if not _same(old, new)}
+
+
+def _same(pinned: frozenset[Pin], now: frozenset[Pin]) -> bool:
+    """Whether pins, some of them without `made_of`, are those of now."""
+    return all(any(pin.admits(n) for pin in pinned) for n in now) and all(any(p.admits(n) for n in now) for p in pinned)

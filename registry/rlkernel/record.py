@@ -41,6 +41,7 @@ _DECISION: Final = {
     "ambiguous": [str],
     "source": str,
     "sums?": _TEXT,
+    "made_of?": _TEXT,
     "calls": int,
     "audit?": (None, _AUDIT),
 }
@@ -136,6 +137,7 @@ def _ran(found: Mapping[str, Any]) -> Ran:
         tuple(found["ambiguous"]),
         found["source"],
         sums=found.get("sums"),
+        made_of=found.get("made_of"),
     )
     audit = found.get("audit")
     return Ran(decision, int(found["calls"]), Audited.of(audit) if audit is not None else None)

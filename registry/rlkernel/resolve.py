@@ -20,7 +20,7 @@ from rlkernel_core.decision import AUTO, EXACT, PLAIN_TORCH, PROVED, Call, Decis
 from rlkernel_core.reasons import Reason
 
 if TYPE_CHECKING:
-    from rlkernel_core.manifest import Impl
+    from rlkernel_core.manifest import Backend, Impl
 
 ANY: Final = "*"
 # What says "this backend is not about this call", or "not wanted for it": passing over a named one is no fallback.
@@ -37,6 +37,7 @@ class Facts:
     locked: Mapping[str, frozenset[Pin]] | None = None  # op id -> what it may run
     # What conformance reports say against a backend for a call; asked where the policy needs "conformant" or "exact".
     unproved: Callable[[str, Call], Reason | None] | None = None
+    made_of: Callable[[Backend, Impl], str] | None = None  # what decides an implementation's bits; None: nobody asks
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,11 @@ def resolve(
     fell_back = passed_over
     if fell_back is None and slot.name == PLAIN_TORCH:
         fell_back = _with_kernels(candidates, call, policy)
-    provider = candidates[slot.name].provider
+    chosen = candidates[slot.name]
     return Decision(
-        call, policy, slot.name, impl.target, provider, tuple(rejected), fell_back, tied, source, sums=impl.sums
-    )
+        call, policy, slot.name, impl.target, chosen.provider, tuple(rejected), fell_back, tied, source,
+        sums=impl.sums, made_of=_made_of(chosen, impl, facts),
+    )  # fmt: skip
 
 
 def _expand(order: Iterable[str], candidates: Mapping[str, Candidate], call: Call) -> list[_Slot]:
@@ -286,11 +288,17 @@ def _locked(candidate: Candidate, impl: Impl, facts: Facts, call: Call) -> Reaso
     if facts.locked is None or call.op not in facts.locked:
         return None
     allowed = facts.locked[call.op]
-    this = Pin(impl.target, candidate.provider, impl.sums or "")
-    if this in allowed:
+    this = Pin(impl.target, candidate.provider, impl.sums or "", _made_of(candidate, impl, facts) or "")
+    if any(pin.admits(this) for pin in allowed):
         return None
     text = f"rlkernel.lock pins {', '.join(map(str, sorted(allowed)))}; this is {this}"
     return Reason("policy", "locked", text, "install what is pinned, or write a new lock with `rlkernel lock --force`")
+
+
+def _made_of(candidate: Candidate, impl: Impl, facts: Facts) -> str | None:
+    if facts.made_of is None or candidate.manifest is None:
+        return None
+    return facts.made_of(candidate.manifest, impl) or None
 
 
 def environment(name: str, needed: Iterable[str], packages: Mapping[str, str]) -> Reason | None:

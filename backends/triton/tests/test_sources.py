@@ -2,8 +2,8 @@
 
 import pytest
 
+from rlkernel.sources import reached
 from rlkernel_conformance.manifests import targets_of
-from rlkernel_conformance.sources import reached
 from rlkernel_core.spec import OPERATORS
 from rlkernel_triton import backend
 from rlkernel_triton.recorded import recorded

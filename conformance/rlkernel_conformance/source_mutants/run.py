@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
+from rlkernel.sources import CLONE
 from rlkernel_conformance.leak_check import attacks_with_leak_check
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.source_mutants import differences, trials
@@ -18,7 +19,6 @@ from rlkernel_conformance.source_mutants.draws import Site, drawn, sites, unexec
 from rlkernel_conformance.source_mutants.plugin_copy import PluginCopy, original, source_of
 from rlkernel_conformance.source_mutants.processes import Answer, Trial, carried_out
 from rlkernel_conformance.source_mutants.trials import ClauseRun, Kill
-from rlkernel_conformance.sources import CLONE
 from rlkernel_core.errors import RLKernelError, UnknownNameError
 from rlkernel_core.spec import OPERATORS
 

@@ -8,6 +8,7 @@ from typing import Final
 from rlkernel.discover import FIRST_PARTY
 from rlkernel.doctor.finding import Finding, note, ok, problem, warning
 from rlkernel.doctor.machine import UNTESTED, Machine
+from rlkernel.sources import made_of
 from rlkernel_core.decision import AUTO, Pin, Policy
 from rlkernel_core.reasons import Reason
 
@@ -49,8 +50,13 @@ def pinned(machine: Machine) -> Iterator[Finding]:
     """What the lock pins is installed."""
     if machine.locked is None or machine.policy is None:
         return
-    have = {Pin(i.target, c.provider, i.sums or "") for c in machine.candidates if c.manifest for i in c.manifest.impls}
-    missing = {op: pins for op, pins in machine.locked.items() if not pins & have}
+    have = {
+        Pin(i.target, c.provider, i.sums or "", made_of(c.manifest, i, machine.packages))
+        for c in machine.candidates
+        if c.manifest
+        for i in c.manifest.impls
+    }
+    missing = {op: pins for op, pins in machine.locked.items() if not any(pin.admits(h) for pin in pins for h in have)}
     for op, pins in missing.items():
         text = f"{machine.policy.lock} pins {', '.join(map(str, sorted(pins)))}, which is not installed"
         yield problem(

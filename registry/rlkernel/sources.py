@@ -12,15 +12,20 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+from packaging.requirements import Requirement
 
 from rlkernel.discover import guarded
+
+if TYPE_CHECKING:
+    from rlkernel_core.manifest import Backend, Impl
 
 DIGITS: Final = 16
 CLONE: Final = Path(__file__).resolve().parents[2]  # where this runs from one; its backends need not be installed
@@ -47,6 +52,31 @@ def fingerprint(targets: Iterable[str], elsewhere: frozenset[str] = frozenset())
     """
     told = sorted({digest for digest, _ in reached(targets, elsewhere)})
     return sha256("\n".join(told).encode()).hexdigest()[:DIGITS]
+
+
+def targets_of(impl: Impl) -> Iterator[str]:
+    """The functions and classes that an implementation names."""
+    return filter(None, (impl.target, impl.check, impl.gradient, impl.workspace))
+
+
+@cache
+def _own_fingerprint(manifest: Backend, impl: Impl) -> str:
+    own = frozenset(targets_of(impl))
+    others = frozenset(t for i in manifest.impls if i.op != impl.op for t in targets_of(i))
+    return fingerprint(own, others - own)
+
+
+def made_of(manifest: Backend, impl: Impl, packages: Mapping[str, str]) -> str:
+    """What decides the bits of an implementation that names its `sums`, as a lock pins it; empty where it names none.
+
+    "sources 245fb0785173d194, torch 2.13.0, triton 3.7.1": the fingerprint, and the versions of torch and of the
+    packages that the implementation requires.
+    """
+    if impl.sums is None:
+        return ""
+    names = dict.fromkeys(("torch", *(Requirement(text).name for text in impl.requires.packages)))
+    versions = (f"{name} {packages[name].partition('+')[0]}" for name in names if name in packages)
+    return ", ".join((f"sources {_own_fingerprint(manifest, impl)}", *versions))
 
 
 def reached(targets: Iterable[str], elsewhere: frozenset[str] = frozenset()) -> Iterator[tuple[str, str]]:
