@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rlkernel_core.decision import Call, Decision, OpPolicy, Policy, Rejected
     from rlkernel_core.errors import RLKernelError
-    from rlkernel_core.manifest import API_VERSION, Backend, Impl, Limits, Requires
+    from rlkernel_core.manifest import API_VERSION, Backend, Impl, Limits, Operator, Requires
     from rlkernel_core.reasons import Reason
 
 __version__ = "0.1.0"
@@ -30,6 +30,7 @@ __all__ = [
     "Impl",
     "Limits",
     "OpPolicy",
+    "Operator",
     "Policy",
     "RLKernelError",
     "Reason",
@@ -45,6 +46,7 @@ _HOMES = {
     "Decision": "decision",
     "Impl": "manifest",
     "Limits": "manifest",
+    "Operator": "manifest",
     "OpPolicy": "decision",
     "Policy": "decision",
     "RLKernelError": "errors",

@@ -18,6 +18,7 @@ from rlkernel_core.hardware import architecture
 API_VERSION: Final[tuple[int, int]] = (2, 0)
 
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _NAME = re.compile(r"(?!auto$)[a-z][a-z0-9_-]*")  # "auto" is a word of `order`
 _OP = re.compile(r"[a-z][a-z0-9_]*@[1-9][0-9]*")
 _DEVICE = re.compile(r"\*|[a-z][a-z0-9_]*")
@@ -122,12 +123,26 @@ class Impl(_Claim):
     )
 
 
+class Operator(_Claim):
+    """An operator of a plugin's own: what it means, and what attacks its clauses."""
+
+    spec: Target = Field(
+        description="'package.module:SPEC', an OpSpec; its name begins with the backend's: 'acme_swish' of acme"
+    )
+    attacks: Annotated[str, _match(_MODULE, "acme_rl.attacks")] | None = Field(
+        default=None, description="module with the attacks on its clauses, which `rlkernel conformance run` imports"
+    )
+
+
 class Backend(_Claim):
     """A plugin's manifest: who it is and what it claims."""
 
     name: Name = Field(description="the entry point's name, used in `order`")
     api: tuple[int, int] = Field(description="the plugin API it was written for, as numbers: (2, 0)")
     impls: tuple[Impl, ...] = Field(description="its implementations, in its own order of preference")
+    operators: tuple[Operator, ...] = Field(
+        default=(), description="operators that it brings, beside rlkernel's; other backends may implement them too"
+    )
     self_test: Target | None = Field(
         default=None,
         description="'package.module:function' taking a device string; runs one small kernel and raises if it is wrong",

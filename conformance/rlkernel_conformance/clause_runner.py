@@ -51,16 +51,16 @@ class ClauseRunner:
     """The subject of a job, chosen for the time of the scope, and its attacks."""
 
     def __init__(self, job: dict[str, Any], last_case: int, scope: ExitStack) -> None:
-        self.attacks = leak_check.attacks_with_leak_check(job["op"])
+        self.manifest: str | None = job["manifest"]
+        if self.manifest:
+            scope.enter_context(rlkernel.registered(load(self.manifest)))
+        self.attacks = leak_check.attacks_with_leak_check(job["op"])  # a plugin may have brought the operator
         self.profile = Profile(**job["profile"])
         subject = RecordingSubject(job["backend"], job["op"], job["device"], job["check"])
         self.subject = replace(subject, tell=self._write)
         self.last_case = last_case  # descriptor of the file that tells it
         self.case: Any = None
         self.attack: Attack | None = None
-        self.manifest: str | None = job["manifest"]
-        if self.manifest:
-            scope.enter_context(rlkernel.registered(load(self.manifest)))
         scope.enter_context(self.subject.chosen())
         self.integrity = Integrity()
 

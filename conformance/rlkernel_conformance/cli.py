@@ -152,7 +152,7 @@ def command(
     from rlkernel_conformance.profiles import profile as known
 
     hard = known(profile) if limit is None else replace(known(profile), limit_s=limit)
-    for name in op or ():
+    for name in () if manifest is not None else op or ():  # a manifest may bring operators, once it is loaded
         named(name)
     ops, devices, limits = tuple(op or ()), tuple(device.split(",")), math.inf if within is None else within
     effort = Effort(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Final
 
 import torch
@@ -22,6 +23,7 @@ from rlkernel_conformance.subject import Subject, arranged
 from rlkernel_core.quant import QuantTensor, quantize
 from rlkernel_core.quant.spec import QuantSpec
 from rlkernel_core.spec.advantage_kinds import KINDS as ADVANTAGES
+from rlkernel_core.spec.brought import BROUGHT
 from rlkernel_core.spec.glu import ACTIVATIONS
 from rlkernel_core.spec.policy_kinds import KINDS as LOSSES
 
@@ -247,7 +249,15 @@ EXAMPLES: Final[Mapping[str, Callable[[Example], Arguments]]] = {
 
 def base(op: str) -> Arguments:
     """The arguments of a call of six rows, fp32 on the CPU, made anew; a test replaces single ones."""
-    return EXAMPLES[op](Example())
+    return example_of(op)(Example())
+
+
+def example_of(op: str) -> Callable[[Example], Arguments]:
+    """What makes the arguments of an operator's example call; of a plugin's own, `EXAMPLE` of its module of attacks."""
+    if op in EXAMPLES:
+        return EXAMPLES[op]
+    made: Callable[[Example], Arguments] = import_module(str(BROUGHT[op].attacks)).EXAMPLE
+    return made
 
 
 def claimed_choices(subject: Subject, given: Arguments) -> Arguments:
@@ -271,7 +281,7 @@ class Call:
 
     def given(self, subject: Subject) -> Arguments:
         """The arguments of the call, made anew."""
-        return claimed_choices(subject, EXAMPLES[subject.op](Example(self.seed, self.N, subject)))
+        return claimed_choices(subject, example_of(subject.op)(Example(self.seed, self.N, subject)))
 
     def run(self, subject: Subject, given: Mapping[str, Any] | None = None) -> Any:
         """Results of the call, or of a short use of what it makes; `given` in place of its arguments."""

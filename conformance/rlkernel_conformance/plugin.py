@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
         found = policy.installed()[config.getoption("backend")]
         profile(config.getoption("conformance_profile"))
         for op in config.getoption("conformance_op"):
-            if op not in OPERATORS:
+            if not policy.is_operator(op):
                 raise UnknownNameError("operator", op, OPERATORS)
     except RLKernelError as error:
         raise pytest.UsageError(str(error)) from error

@@ -55,14 +55,14 @@ def reproduce(
     from rlkernel_conformance.leak_check import attacks_with_leak_check
     from rlkernel_conformance.manifests import load
 
-    attacks = attacks_with_leak_check(op)
-    if clause not in attacks:
-        raise UnknownNameError("clause with an attack", clause, attacks)
     with ExitStack() as scope:
         if manifest is not None:
             found = load(manifest)
             if found.name not in rlkernel.policy.installed():
                 scope.enter_context(rlkernel.registered(found))
+        attacks = attacks_with_leak_check(op)
+        if clause not in attacks:
+            raise UnknownNameError("clause with an attack", clause, attacks)
         subject = Subject(backend, op, device)
         scope.enter_context(subject.chosen())
         attacks[clause].prop(subject, case)

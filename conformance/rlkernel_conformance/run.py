@@ -17,7 +17,7 @@ from rlkernel.discover import known_names
 from rlkernel_conformance import sanitizer
 from rlkernel_conformance import waivers as waived
 from rlkernel_conformance.attack import Attack
-from rlkernel_conformance.clauses import MODULES
+from rlkernel_conformance.clauses import module_of
 from rlkernel_conformance.device_pool import Work, attack_on_devices
 from rlkernel_conformance.harness import Outcome, clauses_of
 from rlkernel_conformance.isolation import attack_in_processes, not_run
@@ -92,13 +92,13 @@ def run(
                 f"profile {profile.name} looks at kernels on an NVIDIA GPU, and the device is {devices[0]}: "
                 "add --device cuda"
             )
-    for op in ops:
-        if op not in OPERATORS:
-            raise UnknownNameError("operator", op, OPERATORS)
     with nullcontext() if manifest is None else policy.registered(_named(load(manifest), backend)):
         reason = policy.installed()[backend].reason
         if reason is not None:
             raise ConfigError(f"backend {backend!r} did not load: {reason}")
+        for op in ops:
+            if not policy.is_operator(op):
+                raise UnknownNameError("operator", op, OPERATORS)
         known = known_names(policy.installed())
         excused = waived.read(waivers, backend, known, datetime.now(UTC).date()) if waivers is not None else ()
         subjects = [s for op in (ops or OPERATORS) if (s := Subject(backend, op, devices[0])).impls]
@@ -183,7 +183,7 @@ def shares(due: list[Attack], most: int) -> list[tuple[Attack, ...]]:
 
 def due_on(subject: Subject) -> tuple[list[Attack], list[Outcome]]:
     """The attacks on an operator, and the outcomes of the clauses that have none here."""
-    if subject.op not in MODULES:
+    if module_of(subject.op) is None:
         text = "no attack is written yet"
         return [], [Outcome(subject.op, c.id, c.title, "not_attacked", message=text) for c in subject.spec.clauses]
     due, rest = clauses_of(subject)

@@ -12,6 +12,7 @@ Importing this package loads no torch, starts no device and reads no configurati
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel_core import __version__ as __version__
@@ -192,17 +193,30 @@ _HOMES: Final = {
 
 def __getattr__(name: str) -> Any:
     from rlkernel_core.spec import OPERATORS
+    from rlkernel_core.spec.brought import BROUGHT
 
-    if name in OPERATORS:
+    if name in OPERATORS and name not in BROUGHT:
         from rlkernel.dispatch import operator
 
         found: Any = operator(OPERATORS[name])
     else:
         home = next((module for module, names in _HOMES.items() if name in names), None)
         if home is None:
-            raise AttributeError(f"module 'rlkernel' has no attribute {name!r}")
+            return _brought(name)
         found = getattr(import_module(home), name)
     return globals().setdefault(name, found)  # another thread may have been first
+
+
+def _brought(name: str) -> Any:
+    """The operator of a plugin, which goes when the plugin goes."""
+    if not name.startswith("_") and find_spec(f"rlkernel.{name}") is None:
+        from rlkernel.policy import is_operator
+
+        if is_operator(name):
+            from rlkernel.dispatch import brought_operator
+
+            return brought_operator(name)
+    raise AttributeError(f"module 'rlkernel' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -8,7 +8,7 @@ beats an operator's value in a lower one.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -105,7 +105,13 @@ def schema() -> dict[str, Any]:
     return _File.model_json_schema()
 
 
-def validated(values: Mapping[str, Any], where: str, backends: Iterable[str], folder: Path = _HERE) -> Settings:
+def validated(
+    values: Mapping[str, Any],
+    where: str,
+    backends: Iterable[str],
+    folder: Path = _HERE,
+    operator: Callable[[str], bool] = OPERATORS.__contains__,
+) -> Settings:
     """A layer from plain values; anything unknown or malformed is a ConfigError that names it.
 
     Args:
@@ -113,6 +119,7 @@ def validated(values: Mapping[str, Any], where: str, backends: Iterable[str], fo
         where: what to call the layer in messages: "use()", "RLKERNEL_ORDER", a path.
         backends: names that an order may mention besides "auto".
         folder: what paths are relative to.
+        operator: whether there is an operator of a name.
     """
     try:
         settings = Settings.model_validate(dict(values))
@@ -121,7 +128,7 @@ def validated(values: Mapping[str, Any], where: str, backends: Iterable[str], fo
     known = {AUTO, *backends}
     for name, op in {"": settings, **settings.ops}.items():
         at = f"{where}: ops.{name}." if name else f"{where}: "
-        if name and name not in OPERATORS:
+        if name and not operator(name):
             raise ConfigError(f"{where}: ops: {UnknownNameError('operator', name, OPERATORS)}")
         for backend in op.order or ():
             if backend not in known:
@@ -166,7 +173,9 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def read_file(path: Path, backends: Iterable[str]) -> Settings:
+def read_file(
+    path: Path, backends: Iterable[str], operator: Callable[[str], bool] = OPERATORS.__contains__
+) -> Settings:
     """The layer in a rlkernel.toml."""
     try:
         values = read_toml(path, {str: object}, "Mend it, or remove it.")
@@ -178,7 +187,7 @@ def read_file(path: Path, backends: Iterable[str]) -> Settings:
     table = values.get("rlkernel", {})
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: rlkernel must be a table: write [rlkernel]")
-    return validated(table, str(path), backends, path.parent)
+    return validated(table, str(path), backends, path.parent, operator)
 
 
 def read_environment(environ: Mapping[str, str], backends: Iterable[str]) -> dict[str, Settings]:
@@ -197,7 +206,11 @@ def read_environment(environ: Mapping[str, str], backends: Iterable[str]) -> dic
     return layers
 
 
-def ambient(backends: Iterable[str], environ: Mapping[str, str] | None = None) -> list[tuple[str, Settings]]:
+def ambient(
+    backends: Iterable[str],
+    environ: Mapping[str, str] | None = None,
+    operator: Callable[[str], bool] = OPERATORS.__contains__,
+) -> list[tuple[str, Settings]]:
     """The layers below use() and configure(), highest first: environment, then file, each with its name."""
     environ = os.environ if environ is None else environ
     backends = tuple(backends)
@@ -208,7 +221,7 @@ def ambient(backends: Iterable[str], environ: Mapping[str, str] | None = None) -
         here = _HERE  # the working folder has been deleted, and what was in it
     path = find_file(environ, here)
     if path is not None:
-        layers.append((str(path), read_file(path, backends)))
+        layers.append((str(path), read_file(path, backends, operator)))
     lock = here / LOCK_FILE
     if _is_file(lock):
         layers.append((str(lock), Settings(lock=str(lock))))

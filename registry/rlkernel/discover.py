@@ -19,10 +19,11 @@ from packaging.utils import canonicalize_name
 
 from rlkernel import installation, trial
 from rlkernel.coverage import Coverage
-from rlkernel.manifest_rules import broken_rules, contradiction, validated
+from rlkernel.manifest_rules import broken_rules, contradiction, specs_of, validated
 from rlkernel_core.decision import ALIASES, AUTO, PLAIN_TORCH
-from rlkernel_core.errors import ApiMismatchError, PluginWarning, UnknownNameError
+from rlkernel_core.errors import ApiMismatchError, ConfigError, PluginWarning, UnknownNameError
 from rlkernel_core.reasons import Reason
+from rlkernel_core.spec import brought
 from rlkernel_core.visible import visible
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ class Installed(Mapping[str, Candidate]):
     def __init__(self) -> None:
         self._entries: dict[str, list[EntryPoint]] = {}
         self._loaded: dict[str, Candidate] = {}
+        brought.remove()  # by plugins that were installed before
         found, unread = entries(GROUP)
         for problem in unread:
             warnings.warn(problem, PluginWarning, stacklevel=2)
@@ -191,6 +193,7 @@ class Installed(Mapping[str, Candidate]):
     def remove(self, name: str) -> None:
         """Undo `add`."""
         self._loaded.pop(name, None)
+        brought.remove(name)
 
 
 def entries(group: str) -> tuple[list[EntryPoint], list[str]]:
@@ -345,9 +348,16 @@ def _judged(found: Candidate, manifest: object) -> Candidate:
     plain, error = guarded(lambda: validated(manifest))
     if plain is None:
         return replace(found, reason=raised(found, "the manifest", error or ValueError()))
-    problem, error = guarded(lambda: contradiction(found.name, plain))
+    specs, error = guarded(lambda: specs_of(plain))
+    if specs is None:
+        return replace(found, reason=_invalid(found, str(error) if isinstance(error, ConfigError) else brief(error)))
+    problem, error = guarded(lambda: contradiction(found.name, plain, specs))
     problem = problem if error is None else brief(error)
-    return replace(found, manifest=plain) if problem is None else replace(found, reason=_invalid(found, problem))
+    if problem is not None:
+        return replace(found, reason=_invalid(found, problem))
+    for spec, operator in zip(specs.values(), plain.operators, strict=True):
+        brought.bring(found.name, spec, operator.attacks)
+    return replace(found, manifest=plain)
 
 
 def _invalid(found: Candidate, problem: str) -> Reason:

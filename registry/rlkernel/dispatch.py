@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol, TypeVar, cast
 
 from rlkernel import policy
 from rlkernel.decide import bind, plan_for
 from rlkernel.plans import Choice, names_in_parts, parts
+from rlkernel_core.spec import OPERATORS
+from rlkernel_core.spec.brought import BROUGHT
 from rlkernel_core.spec.form import OpSpec, P
 
 R_co = TypeVar("R_co", covariant=True)
@@ -59,6 +61,10 @@ def operator(spec: OpSpec[Any, Any]) -> Operator[Any, Any]:
         "_new": object.__new__,
         **{f"_default_{name}": p.default for name, p in spec.parameters.items()},
     }
+    if spec.name in BROUGHT:  # nobody says what shapes its results have
+        scope["_outside"] = torch.compiler.disable(
+            lambda call: plan_for(spec, None, call).run(call), reason=f"{spec.name} is an operator of a plugin's own"
+        )
     exec(compile(source(spec), f"<rlkernel.{spec.name}>", "exec"), scope)  # noqa: S102 as dataclasses do; the source is ours
     call = scope[spec.name]
     scope["_self"] = call
@@ -67,6 +73,16 @@ def operator(spec: OpSpec[Any, Any]) -> Operator[Any, Any]:
     policy.PROCESS.operators.append(call)
     call.bind = lambda *args, **kwargs: _described(scope["_bind"](bind(spec, spec.call(*args, **kwargs))), spec)
     return cast("Operator[Any, Any]", call)
+
+
+@cache
+def _brought(spec: OpSpec[Any, Any]) -> Operator[Any, Any]:
+    return operator(spec)
+
+
+def brought_operator(name: str) -> Operator[Any, Any]:
+    """The front-door function of an operator that a plugin brought."""
+    return _brought(OPERATORS[name])
 
 
 def _described(function: Any, spec: OpSpec[Any, Any]) -> Any:
@@ -114,11 +130,12 @@ def source(spec: OpSpec[Any, Any]) -> str:
             "    choice.calls += 1\n"
         )
 
+    compiled = f"from rlkernel.torchlib import compiled; return compiled({spec.name!r}, call)"
     public = function(
         spec.name,
         f"(_SCOPE() or _process.base or _base()).tables[{spec.name!r}]",
         "_plan_for",
-        f"from rlkernel.torchlib import compiled; return compiled({spec.name!r}, call)",
+        "return _outside(call)" if spec.name in BROUGHT else compiled,
     )
     bound = function("bound", "_table", "_bound.plan_for", "return _bound.plan_for(None, call).run(call)")
     indented = "".join(f"    {line}\n" for line in bound.splitlines())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
-from rlkernel import hardware, limits
+from rlkernel import hardware, limits, policy
 from rlkernel.decide import Verdicts, call_of, chosen, foreseen, place
 from rlkernel.wording import explanation
 from rlkernel_core.decision import Call, Decision
@@ -76,7 +76,7 @@ def explain(
         UnknownNameError: no such operator, feature, device, architecture or dtype; the nearest ones are suggested.
         ArgumentError: the operator itself would refuse these arguments.
     """
-    if op not in OPERATORS:
+    if not policy.is_operator(op):
         raise UnknownNameError("operator", op, OPERATORS)
     spec, wanted = OPERATORS[op], frozenset(need)
     if unknown := wanted - spec.feature_names:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections import ChainMap
+from collections.abc import Mapping
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from packaging.requirements import InvalidRequirement, Requirement
 
 from rlkernel_core.decision import ALIASES
-from rlkernel_core.errors import UnknownNameError, did_you_mean
+from rlkernel_core.errors import ConfigError, UnknownNameError, did_you_mean
 from rlkernel_core.spec import OPERATORS
+from rlkernel_core.spec.form import OpSpec
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
     from rlkernel_core.manifest import Backend, Impl
-    from rlkernel_core.spec.form import OpSpec
 
 
 def validated(manifest: Backend) -> Backend:
@@ -28,24 +31,53 @@ def validated(manifest: Backend) -> Backend:
     return type(manifest).model_validate(manifest.model_dump(warnings=False))
 
 
-def contradiction(name: str, manifest: Backend) -> str | None:
-    """What a validated manifest claims that cannot be meant; None where there is nothing."""
+def contradiction(name: str, manifest: Backend, brought: Mapping[str, OpSpec[Any, Any]]) -> str | None:
+    """What a validated manifest claims that cannot be meant; None where there is nothing.
+
+    Args:
+        name: of its entry point.
+        manifest: what is judged.
+        brought: specs of the operators that it brings, as `specs_of` gives them.
+    """
+    catalog = ChainMap(dict(brought), OPERATORS)  # type: ignore[arg-type]  # which is only read
     if manifest.name != name:
         return f"name: it calls itself {manifest.name!r}, and is known as {name!r}; write name={name!r}"
     if name in ALIASES:
         return f"{name!r} is another name of the backend {ALIASES[name]!r}"
     for impl in manifest.impls:
         op, _, number = impl.op.partition("@")
-        if op not in OPERATORS:
-            return str(UnknownNameError("operator", op, OPERATORS))
-        if int(number) == OPERATORS[op].version and (odd := impl.supports - OPERATORS[op].feature_names):
-            return str(UnknownNameError(f"feature of {impl.op}", min(odd), OPERATORS[op].feature_names))
-        if int(number) == OPERATORS[op].version and (lacking := _unreachable(impl, OPERATORS[op])):
+        if op not in catalog:
+            return str(UnknownNameError("operator", op, catalog))
+        spec = catalog[op]
+        if int(number) == spec.version and (odd := impl.supports - spec.feature_names):
+            return str(UnknownNameError(f"feature of {impl.op}", min(odd), spec.feature_names))
+        if int(number) == spec.version and (lacking := _unreachable(impl, spec)):
             return f"{impl.op}.supports: {impl.target} claims no {lacking}"
         for text in impl.requires.packages:
             if problem := _no_requirement(text):
                 return f"{impl.op}.requires.packages: {text!r}: {problem}; write a name and versions, 'torch>=2.9'"
     return None
+
+
+def specs_of(manifest: Backend) -> dict[str, OpSpec[Any, Any]]:
+    """The specs of the operators that a manifest brings, by name; they are imported.
+
+    Raises:
+        ConfigError: one is no spec, or its name is not one that this backend may give.
+    """
+    found: dict[str, OpSpec[Any, Any]] = {}
+    for operator in manifest.operators:
+        module, _, attribute = operator.spec.partition(":")
+        spec = getattr(import_module(module), attribute)
+        if not isinstance(spec, OpSpec):
+            raise ConfigError(f"operators: {operator.spec} is a {type(spec).__name__}, not a rlkernel_core.spec.OpSpec")
+        prefix = f"{manifest.name.replace('-', '_')}_"
+        if not spec.name.startswith(prefix) or not spec.name.isidentifier():
+            raise ConfigError(f"operators: {spec.name!r} should begin with the backend's name, {prefix!r}")
+        if spec.name in found or (spec.name in OPERATORS and OPERATORS[spec.name] is not spec):
+            raise ConfigError(f"operators: there is another operator {spec.name!r}")
+        found[spec.name] = spec
+    return found
 
 
 def _unreachable(impl: Impl, spec: OpSpec[Any, Any]) -> str | None:
@@ -97,4 +129,4 @@ def _broken_rule(model: str, found: Any) -> str:
     return f"{where}: {str(found['msg']).removeprefix('Value error, ')}"
 
 
-_MODELS: Final = ("Backend", "Impl", "Requires", "Limits")
+_MODELS: Final = ("Backend", "Operator", "Impl", "Requires", "Limits")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ContextDecorator, contextmanager
 from contextvars import ContextVar
@@ -40,23 +41,24 @@ class Scope:
 
     def __init__(self, policy: Policy, layers: tuple[tuple[str, config.Settings], ...]) -> None:
         self.policy, self.layers = policy, layers
-        self.tables = {op: Table() for op in OPERATORS}  # plans, by the key of their calls
-        self.kinds: dict[str, dict[Any, Any]] = {op: {} for op in OPERATORS}  # what was chosen, by kind of call
-        self.bound: dict[str, list[Choice]] = {op: [] for op in OPERATORS}  # choices that `bind` has frozen
+        # By operator; those that plugins bring come later.
+        self.tables = defaultdict(Table, {op: Table() for op in OPERATORS})  # plans, by the key of their calls
+        self.kinds: dict[str, dict[Any, Any]] = defaultdict(dict)  # what was chosen, by kind of call
+        self.bound: dict[str, list[Choice]] = defaultdict(list)  # choices that `bind` has frozen
         self.rules = {op: _rules(policy, op) for op in OPERATORS}  # what compiled graphs guard on
 
     def choices(self) -> list[Choice]:
         """Everything that was chosen under this policy."""
-        kinds = [kind for op in OPERATORS for kind in list(self.kinds[op].values())]
+        kinds = [kind for found in list(self.kinds.values()) for kind in list(found.values())]
         chosen = [choice for kind in kinds for choice in list(kind.choices.values())]
-        return [*chosen, *(choice for op in OPERATORS for choice in list(self.bound[op]))]
+        return [*chosen, *(choice for found in list(self.bound.values()) for choice in list(found))]
 
     def forget(self) -> None:
         """Forget what was decided and planned."""
-        for op in OPERATORS:
-            self.tables[op].forget()
-            self.kinds[op].clear()
-            self.bound[op].clear()
+        for table in list(self.tables.values()):
+            table.forget()
+        self.kinds.clear()
+        self.bound.clear()
 
 
 def _rules(policy: Policy, op: str) -> str:
@@ -135,6 +137,17 @@ def installed() -> Installed:
         return PROCESS.installed
 
 
+def is_operator(name: str) -> bool:
+    """Whether there is an operator of this name; a plugin whose name it begins with may bring it, and is loaded."""
+    if name in OPERATORS:
+        return True
+    with PROCESS.lock:
+        for backend in installed():
+            if name.startswith(f"{backend.replace('-', '_')}_"):
+                installed()[backend]
+    return name in OPERATORS
+
+
 def current() -> Scope:
     """The scope of this context."""
     return SCOPE.get() or base()
@@ -146,7 +159,7 @@ def base() -> Scope:
         return found
     with PROCESS.lock:
         if PROCESS.base is None:
-            layers = (*PROCESS.configured, *config.ambient(known_names(installed())))
+            layers = (*PROCESS.configured, *config.ambient(known_names(installed()), operator=is_operator))
             found = _scope(layers)
             IN_FORCE.rules = found.rules
             PROCESS.base = found
@@ -185,7 +198,7 @@ def _layer(where: str, order: tuple[str, ...], options: dict[str, Any]) -> tuple
     values: dict[str, Any] = {"order": order} if order else {}
     ops: dict[str, Any] = {}
     for key, value in options.items():
-        if key in OPERATORS:
+        if key not in config.Settings.model_fields and is_operator(key):
             ops[key] = value if isinstance(value, Mapping) else {"order": value}
         elif key in values:
             raise ConfigError(f"{where}: {key} is given twice; name the backends once")
@@ -197,7 +210,7 @@ def _layer(where: str, order: tuple[str, ...], options: dict[str, Any]) -> tuple
             )
     if ops:
         values["ops"] = {**values.get("ops", {}), **ops}
-    return where, config.validated(values, where, known_names(installed()))
+    return where, config.validated(values, where, known_names(installed()), operator=is_operator)
 
 
 def _enter(scope: Scope | None) -> None:

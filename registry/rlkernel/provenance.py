@@ -65,7 +65,7 @@ def last_decision(op: str) -> Decision | None:
     """
     import rlkernel
 
-    if op not in OPERATORS:
+    if not policy.is_operator(op):
         raise UnknownNameError("operator", op, OPERATORS)
     choice: Choice | None = getattr(rlkernel, op).last
     return choice.decision if choice is not None else None

@@ -42,7 +42,7 @@ def named(op: str) -> OpSpec[Any, Any]:
     Raises:
         UnknownNameError: there is none of that name; the nearest ones are suggested.
     """
-    if op not in OPERATORS:
+    if not policy.is_operator(op):
         raise UnknownNameError("operator", op, OPERATORS)
     return OPERATORS[op]
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Final
 
+from rlkernel.policy import is_operator
 from rlkernel_conformance.attack import ATTACKS, Attack
 from rlkernel_core.errors import UnknownNameError
 from rlkernel_core.spec import OPERATORS
+from rlkernel_core.spec.brought import BROUGHT
 
 __all__ = ["attacks_on"]
 
@@ -39,16 +41,24 @@ MODULES: Final = (
 )
 
 
+def module_of(op: str) -> str | None:
+    """The module with the attacks on an operator, which a plugin names for its own; None where nothing attacks it."""
+    if op in MODULES:
+        return f"rlkernel_conformance.clauses.{op}"
+    return BROUGHT[op].attacks if is_operator(op) and op in BROUGHT else None
+
+
 def attacks_on(op: str) -> tuple[Attack, ...]:
     """The attacks on an operator, `op`, in the order of its clauses.
 
     Raises:
         UnknownNameError: no such operator, or one without attacks.
     """
-    if op not in MODULES:
+    module = module_of(op)
+    if module is None:
         raise UnknownNameError("operator with attacks" if op in OPERATORS else "operator", op, MODULES)
-    import_module(f"rlkernel_conformance.clauses.{op}")
+    import_module(module)
     for common in ("common_clauses", "options_together"):
-        import_module(f"rlkernel_conformance.clauses.{common}")
+        import_module(f"rlkernel_conformance.clauses.{common}").attack_operator(OPERATORS[op])
     order = [c.id for c in OPERATORS[op].clauses]
     return tuple(sorted((a for a in ATTACKS.values() if a.op == op), key=lambda a: order.index(a.clause.id)))

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -26,8 +27,7 @@ from rlkernel_conformance.memory import growth
 from rlkernel_conformance.poisoned_storage import Poisoned
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ArgumentError, LayoutError, ResolutionError, RLKernelError, UnknownNameError
-from rlkernel_core.spec import OPERATORS
-from rlkernel_core.spec.form import common_clauses, prefix_of
+from rlkernel_core.spec.form import OpSpec, common_clauses, prefix_of
 from rlkernel_core.tree import flatten
 
 SIZES: Final = (1, 2, 3, 5, 8, 11, 17)
@@ -105,7 +105,7 @@ def refuses_bad_arguments_by_name(subject: Subject, case: Call) -> None:
         named = isinstance(error, ArgumentError) and (name in str(error) or spec.primary in {name, error.argument})
         required = named or isinstance(error, UnknownNameError | LayoutError)
         require(required, f"{name}={what} is refused with {error!r}")
-    for argument, change in REFUSED[subject.op]():
+    for argument, change in REFUSED[subject.op]() if subject.op in REFUSED else ():
         given = moved({**base(subject.op), **change}, subject.device)
         _, error = guarded(lambda given=given: subject(**given))  # type: ignore[misc]
         if isinstance(error, ResolutionError):  # a limit that an implementation finds, of a feature that is not claimed
@@ -258,11 +258,14 @@ ATTACKED: Final = {
 }
 GRAPHS: Final = ("LP-23", "LH-17", "VF-16", "QZ-16", "DQ-09")  # attacked with the example call of the operator
 
-for _spec in OPERATORS.values():
-    for _clause in (c for c in common_clauses(prefix_of(_spec)) if int(c.id.rpartition("-")[2]) in ATTACKED):
-        _prop, _scale = ATTACKED[int(_clause.id.rpartition("-")[2])]
-        attack(_clause.id, calls, scale=_scale)(_prop)
-    for _clause in (c for c in _spec.clauses if c.title == "bad arguments" and _spec.name in REFUSED):
-        attack(_clause.id, calls, scale=0.1)(refuses_bad_arguments_by_name)
-    if any(c.id in GRAPHS for c in _spec.clauses):
-        derive(_spec.name, lambda s, c: c.given(s), capture=calls)
+
+@cache
+def attack_operator(spec: OpSpec[Any, Any]) -> None:
+    """Register the attacks on the clauses that an operator shares with all."""
+    for clause in (c for c in common_clauses(prefix_of(spec)) if int(c.id.rpartition("-")[2]) in ATTACKED):
+        prop, scale = ATTACKED[int(clause.id.rpartition("-")[2])]
+        attack(clause.id, calls, scale=scale)(prop)
+    for clause in (c for c in spec.clauses if c.title == "bad arguments" and spec.name in REFUSED):
+        attack(clause.id, calls, scale=0.1)(refuses_bad_arguments_by_name)
+    if any(c.id in GRAPHS for c in spec.clauses):
+        derive(spec.name, lambda s, c: c.given(s), capture=calls)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 from rlkernel_conformance.attack import Coverage, Table, attack
 from rlkernel_conformance.spaces import space_of
 from rlkernel_conformance.spaces.space import Point, array, judge, points, real_sizes, simpler
 from rlkernel_conformance.subject import Subject
-from rlkernel_core.spec import OPERATORS
-from rlkernel_core.spec.form import prefix_of
+from rlkernel_core.spec.form import OpSpec, prefix_of
 
 TOLD = 40  # pairs without a case that a report names
 
@@ -45,6 +46,8 @@ TABLES: dict[int, tuple[Table, float]] = {
 }
 
 
-for _spec in OPERATORS.values():
-    for _number, (_table, _scale) in TABLES.items():
-        attack(f"{prefix_of(_spec)}-{_number}", _table, scale=_scale)(is_the_definitions)
+@cache
+def attack_operator(spec: OpSpec[Any, Any]) -> None:
+    """Register both attacks on an operator."""
+    for number, (table, scale) in TABLES.items():
+        attack(f"{prefix_of(spec)}-{number}", table, scale=scale)(is_the_definitions)
