@@ -48,6 +48,7 @@ SLOW = (
     "rlkernel bench run --size full",
     "rlkernel conformance table",
     "rlkernel conformance run torch --op group_filter --profile standard",  # test_conformance_parts runs such parts
+    "rlkernel conformance run acme --op acme_relu2 --manifest acme_relu2:backend",  # test_brought_operators runs it
     "python tools",
     "python docs",
     "python examples",
