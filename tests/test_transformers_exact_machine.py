@@ -1,4 +1,4 @@
-"""Drawn decoders lead drawn lives: whatever they are and whatever happened before, rollout and trainer share every bit."""
+"""Drawn decoders lead drawn lives: whatever happened before, rollout and trainer share every bit."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 import rlkernel as rlk
 
-transformers = pytest.importorskip("transformers", exc_type=ImportError)
+pytest.importorskip("transformers", exc_type=ImportError)
 
-from tests.test_transformers_exact import CLASSES
+from tests.test_transformers_exact import CLASSES, transformers
 from tests.test_transformers_exact_generate import packed, trained
 
 V = 97
