@@ -39,6 +39,16 @@ def decoder(name: str, dtype: torch.dtype = torch.float32) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
+def with_lora(model: Any, dtype: torch.dtype) -> Any:
+    """int4 weights, with LoRA beside those of the first layer's MLP."""
+    rlk.nn.quantize_model(model, rlk.nn.QuantPolicy("int4_g32"))
+    for name in ("gate_proj", "down_proj"):
+        layer = getattr(model.model.layers[0].mlp, name)
+        layer.add_lora(2, 4.0, dtype)
+        torch.nn.init.normal_(layer.lora_B, generator=torch.Generator().manual_seed(2))
+    return model
+
+
 @torch.no_grad()
 def whole(model: Any, ids: Tensor = IDS, **more: Any) -> Tensor:
     return model(input_ids=ids, use_cache=False, **more).logits
@@ -95,16 +105,22 @@ def test_int4_weights_are_exact_too_and_keep_their_names() -> None:
         assert torch.equal(by_token(model), whole(model))
 
 
-def test_lora_beside_a_quantized_weight_is_refused_also_later() -> None:
-    model = decoder("qwen3")
-    rlk.nn.quantize_model(model, rlk.nn.QuantPolicy("int4_g32"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_lora_beside_int4_weights_is_exact_and_near_that_of_qmatmul(dtype) -> None:
+    model = with_lora(decoder("qwen3"), dtype)
+    stock = whole(model)
+    with rlk.exact(model):
+        found = whole(model)
+        assert torch.equal(by_token(model), found)
+    torch.testing.assert_close(found, stock, rtol=1e-3, atol=1e-3)
+
+
+def test_lora_beside_int4_weights_has_gradients() -> None:
+    model = with_lora(decoder("qwen3"), torch.float32)
     layer = model.model.layers[0].mlp.down_proj
     with rlk.exact(model):
-        layer.add_lora(2, 4.0, torch.float32)
-        with pytest.raises(rlk.HostError, match="LoRA beside a quantized weight has no exact form"):
-            whole(model)
-    with pytest.raises(rlk.HostError, match="LoRA beside a quantized weight has no exact form"):
-        rlk.exact(model)
+        model(input_ids=IDS, use_cache=False).logits.square().mean().backward()
+    assert (layer.lora_A.grad.abs().sum() > 0, layer.lora_B.grad.abs().sum() > 0) == (True, True)
 
 
 def test_a_model_that_is_exact_already_is_refused() -> None:

@@ -83,6 +83,30 @@ def test_so_have_those_of_int4_weights() -> None:
         assert torch.equal(drawn.logprob, trained(model, PROMPTS, drawn))
 
 
+def test_so_have_those_of_lora_beside_int4_weights_that_comes_and_learns() -> None:
+    """LoRA added, and its scale changed, after the step was recorded: no graph of before is replayed."""
+    model = decoder("qwen3")
+    rlk.nn.quantize_model(model, rlk.nn.QuantPolicy("int4_g32"))
+    layer = model.model.layers[0].mlp.down_proj
+    with rlk.exact(model) as exact:
+        exact.generate(PROMPTS, **DRAW)
+        layer.add_lora(2, 4.0, torch.float32)
+        torch.nn.init.normal_(layer.lora_B, generator=torch.Generator().manual_seed(2))
+        for _ in range(2):
+            drawn = exact.generate(PROMPTS, **DRAW)
+            assert torch.equal(drawn.logprob, trained(model, PROMPTS, drawn))
+            layer.lora_scale *= 3
+            layer.lora_B.data.mul_(0.5)
+
+
+def test_lora_on_the_head_is_refused() -> None:
+    model = decoder("qwen3")
+    model.lm_head = rlk.nn.QuantLinear.from_linear(model.lm_head, "int4_g32")
+    model.lm_head.add_lora(2, 4.0)
+    with rlk.exact(model) as exact, pytest.raises(rlk.HostError, match="the head has LoRA"):
+        exact.generate(PROMPTS, **DRAW)
+
+
 def test_so_have_those_of_an_int4_head() -> None:
     model = decoder("qwen3")
     model.lm_head = rlk.nn.QuantLinear.from_linear(model.lm_head, "int4_g32")

@@ -13,7 +13,6 @@ from torch import Tensor
 
 import rlkernel as rlk
 from rlkernel.nn.linear import QuantLinear
-from rlkernel_core.errors import HostError
 
 # torch's function -> the operator's activation
 ACTIVATIONS: Final = {
@@ -45,14 +44,17 @@ class ExactQuantLinear(QuantLinear):
         self.__dict__ = linear.__dict__  # as in `ExactLinear`
 
     def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
-        """As `ExactLinear` of `dequantize(weight)`; no gradient reaches the weight.
+        """As `ExactLinear` of `dequantize(weight)`, with LoRA as its residual; no gradient reaches the weight.
 
-        Raises:
-            HostError: the layer has LoRA, which has no exact form.
+        LoRA is two products of their own, in the wider of the dtypes of x and of the adapter, rounded to that of x
+        before it is added: one rounding more than in `qmatmul`.
         """
+        added = None
         if self.lora is not None:
-            raise HostError("LoRA beside a quantized weight has no exact form; merge it, or leave it out")
-        result: Tensor = rlk.linear(x, rlk.dequantize(self.weight, dtype=x.dtype), bias=self.bias)
+            wide = torch.promote_types(x.dtype, self.lora.A.dtype)
+            low = rlk.linear(x.to(wide), self.lora.A.to(wide))
+            added = (rlk.linear(low, self.lora.B.to(wide)) * self.lora.scale).to(x.dtype)
+        result: Tensor = rlk.linear(x, rlk.dequantize(self.weight, dtype=x.dtype), bias=self.bias, residual=added)
         return result
 
 

@@ -5,7 +5,7 @@ Legend: B rows · N tokens of a step, of all rows · G keys of a page · P pages
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
@@ -16,6 +16,7 @@ import rlkernel as rlk
 from rlkernel.integrations.transformers_pages import paged_cache
 from rlkernel.nn.linear import QuantLinear
 from rlkernel.nn.page_plan import PagePlan
+from rlkernel_core.errors import HostError
 
 SCORES: Final = {"linear_logprob": "lm_head_sample", "logprob": "sample"}  # what scores -> what draws
 
@@ -49,7 +50,7 @@ class Decoder:
     ) -> None:
         device = model.device
         self.model, self.draws, self.page, self.pages = model, draws, page, pages
-        self.place, self.ran = (model.device, model.dtype), ran
+        self.place, self.ran = (model.device, model.dtype, *adapters(model)), ran
         self.cache = paged_cache(model.config.get_text_config().num_hidden_layers, pages, page)
         self.table = torch.zeros(rows, width, dtype=torch.int32, device=device)
         self.one_each = torch.arange(rows + 1, dtype=torch.int32, device=device)
@@ -65,7 +66,7 @@ class Decoder:
     def fits(self, model: Any, draws: Draws, ran: tuple[str | None, ...], plan: PagePlan, page: int) -> bool:
         """Whether a call can use these pages, and the graph."""
         mine = self.draws.key, self.ran, self.page, self.table.shape[0], self.place
-        theirs = draws.key, ran, page, len(plan.table), (model.device, model.dtype)
+        theirs = draws.key, ran, page, len(plan.table), (model.device, model.dtype, *adapters(model))
         return mine == theirs and self.pages >= plan.pages and self.table.shape[1] >= plan.width
 
     def start(self, prompts: Sequence[tuple[int, ...]], plan: PagePlan, draws: Draws, seed: Tensor) -> list[Tensor]:
@@ -157,9 +158,18 @@ class Decoder:
         self.step = None
 
 
+def adapters(model: Any) -> Iterator[Any]:
+    """What a graph bakes in of a model's adapters beside tensors: where there are some, and their scales."""
+    for path, module in model.named_modules():
+        if isinstance(module, QuantLinear) and module.lora is not None:
+            yield path, module.lora_scale
+
+
 def head_of(model: Any, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
     """A model's head [V, D] as it multiplies hidden states of a dtype, and what else it does to logits."""
     head = model.get_output_embeddings()
+    if isinstance(head, QuantLinear) and head.lora is not None:
+        raise HostError("the head has LoRA, which neither the draw nor the score by its weight would see; merge it")
     weight = rlk.dequantize(head.weight, dtype=dtype) if isinstance(head, QuantLinear) else head.weight
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return weight, {"bias": getattr(head, "bias", None), "softcap": softcap}
