@@ -9,7 +9,7 @@ import inspect
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from importlib import import_module
@@ -133,6 +133,7 @@ class Active:
 
 _LOCK: Final = threading.RLock()
 _ACTIVE: Final[dict[str, Active]] = {}
+KEPT: Final = ExitStack()  # blocks that a worker entered until its process ends; a block that nobody holds ends at once
 _SEEN: Final[dict[str, Active]] = {}  # those of before too: a run that has ended still says what it went through
 
 
@@ -154,7 +155,12 @@ def registered(host: Host, found: str, *symbols: str) -> Active:
 
 @contextmanager
 def replaced(
-    host: Host, symbol: Symbol, make: Callable[[Any, Counter[str]], Any], *, force: bool = False
+    host: Host,
+    symbol: Symbol,
+    make: Callable[[Any, Counter[str]], Any],
+    *,
+    idle: Callable[[], str] = lambda: "call it inside the block",
+    force: bool = False,
 ) -> Iterator[Active]:
     """Replace a global of the host for the time of the block; blocks may be nested, and the last to end puts it back.
 
@@ -162,10 +168,12 @@ def replaced(
         host: the framework.
         symbol: the global.
         make: from what stood there and the count of calls to keep, what stands there inside the block.
+        idle: why the host may not have called it, and the remedy; asked where it did not.
         force: as in `Host.require`.
 
     Raises:
-        HostError: as `Host.require`; or on leaving, where somebody else has replaced ours meanwhile (theirs stays).
+        HostError: as `Host.require`; or on leaving, where the host has not called ours inside the block, or somebody
+            else has replaced ours meanwhile (theirs stays).
     """
     with _LOCK:
         entry = _ACTIVE.get(host.name)
@@ -177,6 +185,7 @@ def replaced(
             _ACTIVE[host.name] = _SEEN[host.name] = entry
         else:
             entry.depth += 1
+        before = entry.calls.total()
     try:
         yield entry
     finally:
@@ -185,6 +194,8 @@ def replaced(
             if entry.depth == 0:
                 del _ACTIVE[host.name]
                 entry.undo()
+    if entry.calls.total() == before:
+        raise HostError(f"{host.name}: nothing went through {symbol} inside the block: {idle()}")
 
 
 def _replace(symbol: Symbol, make: Callable[[Any, Counter[str]], Any], calls: Counter[str]) -> Callable[[], None]:
