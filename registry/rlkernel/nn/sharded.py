@@ -91,6 +91,11 @@ class ShardedWeight(torch.nn.Module):
             self._put(name, torch.empty(0, device=device))
 
     @property
+    def filled(self) -> bool:
+        """Whether all of it has been read once."""
+        return self._meta is not None
+
+    @property
     def tensor(self) -> QuantTensor:
         """The weight.
 
