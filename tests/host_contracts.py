@@ -88,7 +88,8 @@ def parameters(node: ast.AST) -> list[str] | None:
         *a.kwonlyargs,
         *([a.kwarg] if a.kwarg else []),
     ]
-    return [p.arg for p in listed]
+    bound = any(isinstance(d, ast.Name) and d.id == "classmethod" for d in node.decorator_list)
+    return [p.arg for p in listed][bound:]  # of a class its methods are bound, as signatures of them are
 
 
 def read(wheels: list[Path]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """SGLang: a sampler backend named `rlkernel`, by its registry; who wants it says `--sampling-backend rlkernel`.
 
-Held against SGLang's source and, for the draw, against a stand-in of its batch; never run in SGLang itself, which needs
-a GPU build. SGLang imports `register` by its entry-point group `sglang.srt.plugins`.
+Held against SGLang's source, and run on a CPU with SGLang's own batches, hooks and sampler, `sgl_kernel` a stub; never
+run in its engine, which needs a GPU build. SGLang imports `register` by its entry-point group `sglang.srt.plugins`.
 
 The filters are SGLang's: top-k, top-p and min-p of the batch, each taken on the tempered law and intersected. Noise is
 keyed by a request's `sampling_seed` and the place of its token in the sequence, the prompt included. SGLang hands seeds
@@ -43,10 +43,10 @@ HOST: Final = Host(
             "Sampler._sample_from_probs",
             "self, probs, sampling_info, positions, simple_sampling_case",
         ),
-        Symbol(_HOOKS, "HookRegistry.register", "cls, target, hook, hook_type, source"),
+        Symbol(_HOOKS, "HookRegistry.register", "target, hook, hook_type, source"),
         Symbol(_HOOKS, "HookType"),
         Symbol(_CONTEXT, "get_exec", ""),
-        Symbol(_BATCHES, "SamplingBatchInfo.from_schedule_batch", "cls, batch, vocab_size"),
+        Symbol(_BATCHES, "SamplingBatchInfo.from_schedule_batch", "batch, vocab_size"),
     ),
     ran=False,
 )
