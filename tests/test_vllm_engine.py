@@ -113,6 +113,20 @@ def test_reload_weights_fills_quantized_layers_in_place(apart) -> None:
     assert apart["updated"]["greedy"] != apart["first"]["greedy"]
 
 
+def test_two_ranks_and_a_compiled_graph_multiply_by_the_same_weights(folder) -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("vLLM binds each rank to a core of its own")
+    first, second, *_ = sorted(os.sched_getaffinity(0))
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": f"{first}|{second}"}
+    found = ran("ranks", folder, VLLM_ENABLE_V1_MULTIPROCESSING="1", **cores)
+    assert found["greedy"] == found["transformers"]
+
+
+def test_an_engine_that_asks_for_nothing_of_ours_is_what_it_is_without_us(folder) -> None:
+    with_us = ran("stock", folder)
+    assert with_us == ran("stock", folder, VLLM_PLUGINS="triton_interpreted")
+
+
 def test_a_block_whose_engine_is_in_another_process_is_an_error(folder) -> None:
     said = ran("refused", folder, VLLM_ENABLE_V1_MULTIPROCESSING="1")
     assert len(said["tokens"][0]) == TOKENS

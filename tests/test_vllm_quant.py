@@ -117,6 +117,26 @@ def test_pieces_that_lie_below_each_other_in_the_file_are_cut_apart(way) -> None
         assert torch.equal(dequantize(held.tensor), dequantize(quantize(want, "int8_channel")))
 
 
+@pytest.mark.parametrize("kind", ["int4_g64", "int8_channel", "mxfp4", "fp8_block128", "fp8_tensor"])
+def test_dense_columns_of_a_rank_have_the_bits_of_the_whole(kind) -> None:
+    weight = normal(128, 512)
+    held = ShardedWeight(
+        QuantSpec.named(kind), Share((128,), 256, 1, 2), dtype=torch.float32, device=torch.device("cpu")
+    )
+    held.weight_loader(None, weight)
+    assert torch.equal(dequantize(held.tensor), dequantize(quantize(weight, kind))[:, 256:])
+
+
+@pytest.mark.parametrize("kind", ["int4_g64", "fp8_tensor"])
+def test_dense_rows_of_a_rank_have_the_bits_of_the_whole(kind) -> None:
+    weight = normal(256, 128)
+    held = ShardedWeight(
+        QuantSpec.named(kind), Share((128,), 128, 1, 2), dtype=torch.float32, device=torch.device("cpu")
+    )
+    held.weight_loader(None, weight)
+    assert torch.equal(dequantize(held.tensor), dequantize(quantize(weight, kind))[128:])
+
+
 def test_ranks_of_a_layer_that_splits_its_inputs_add_up() -> None:
     w, x = quantize(normal(64, 512), "int4_g128"), normal(3, 512)
     found = torch.zeros(3, 64)
@@ -134,6 +154,8 @@ def test_ranks_of_a_layer_that_splits_its_inputs_add_up() -> None:
         ("int4_g128", Share((64,), 128, 0, 4), normal(64, 256), "rank 0 of 4 wants"),
         ("int4_g128", Share((48,), 256, 0, 2), normal(64, 256), "is not shared so"),
         ("nf4", Share((64,), 128, 0, 2), quantize(normal(64, 256), "nf4"), "no runs of columns"),
+        ("nf4", Share((64,), 128, 0, 2), normal(64, 256), "no runs of columns"),
+        ("int4_g128", Share((64,), 64, 1, 4), normal(64, 256), "no multiple of 128"),
     ],
 )
 def test_a_weight_that_a_rank_cannot_take_is_refused(spec, share, weight, message) -> None:

@@ -191,19 +191,37 @@ def apart(folder: Path) -> dict[str, Any]:
     return found
 
 
-def quantized(path: Path) -> list[list[int]]:
+def quantized(path: Path, kind: str = "int4_g128") -> list[list[int]]:
     """Greedy tokens of transformers on the same weights in the same format."""
     from transformers import Qwen2ForCausalLM
 
     from rlkernel import QuantSpec, nn
 
     model = Qwen2ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    nn.quantize_model(model, nn.QuantPolicy(QuantSpec.named("int4_g128")))
+    nn.quantize_model(model, nn.QuantPolicy(QuantSpec.named(kind)))
     made = []
     for ids in PROMPTS:
         out = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=TOKENS, eos_token_id=None)
         made.append(out[0, len(ids) :].tolist())
     return made
+
+
+def stock(folder: Path) -> dict[str, Any]:
+    """Without anything of ours that is asked for."""
+    llm = engine(folder, logits_processors=None)
+    out = llm.generate([{"prompt_token_ids": PROMPTS[0]}], params(11, logprobs=0), use_tqdm=False)[0].outputs[0]
+    logprobs = [row[i].logprob for row, i in zip(out.logprobs, out.token_ids, strict=True)]
+    return {"drawn": tokens(llm, PROMPTS, [params(s, **FILTERS) for s in SEEDS]), "logprobs": logprobs}
+
+
+def ranks(folder: Path) -> dict[str, Any]:
+    """Two ranks, a process each, and a graph of the model that vLLM has compiled."""
+    said = {"quant_method": "rlkernel", "format": "int4_g32"}  # groups that half of the columns have whole
+    more = {"tensor_parallel_size": 2, "enforce_eager": False, "hf_overrides": {"quantization_config": said}}
+    llm = engine(folder, **more)
+    found = {"greedy": tokens(llm, PROMPTS, params(temperature=0))}
+    found["transformers"] = quantized(folder / "model", "int4_g32")
+    return found
 
 
 def refused(folder: Path) -> dict[str, Any]:
@@ -226,7 +244,7 @@ def refused(folder: Path) -> dict[str, Any]:
     return found
 
 
-CASES = {"inside": inside, "preempted": preempted, "apart": apart, "refused": refused}
+CASES = {"inside": inside, "preempted": preempted, "apart": apart, "stock": stock, "ranks": ranks, "refused": refused}
 
 if __name__ == "__main__":
     where = Path(sys.argv[2])

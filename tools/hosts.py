@@ -35,6 +35,8 @@ RUNS = {
     "test_trl": "trl",
     "test_trl_exact": "trl",
     "test_torchao": "torchao",
+    "test_sglang": "sglang",
+    "test_verl": "verl",
     "test_vllm": "vllm",
     "test_vllm_engine": "vllm",
 }

@@ -119,10 +119,7 @@ class ShardedWeight(torch.nn.Module):
         del param
         pieces = self._places(shard)
         if not name:
-            across, spans = self.share.of((loaded.shape[0], loaded.shape[1]), pieces)
-            for p, (start, stop) in zip(pieces, spans, strict=True):
-                self._pieces[p] = loaded[start:stop, slice(*across)].to(self.device)
-            self._finish()
+            self._take(loaded, pieces)
             return
         held = self._tensors.setdefault(pieces, {})
         held[name] = loaded
@@ -130,11 +127,30 @@ class ShardedWeight(torch.nn.Module):
             raise ArgumentError("weight", spec.kind, f"was to be {self.spec.kind}", "Check the configuration.")
         if META not in held or any(part not in held for part in codec_of(self.spec).storage(self.spec, self.shape)):
             return
-        whole = QuantTensor.from_state_dict(self._tensors.pop(pieces))
-        across, spans = self.share.of(whole.shape, pieces)
+        self._take(QuantTensor.from_state_dict(self._tensors.pop(pieces)), pieces)
+
+    def _take(self, whole: QuantTensor | Tensor, pieces: Sequence[int]) -> None:
+        """What the rank wants of these pieces.
+
+        A dense weight is quantized before it is cut where its parts would get other bits, so that these do not depend
+        on the number of ranks: where rows are cut apart, or all rows have something in common.
+        """
+        N, K = whole.shape
+        across, spans = self.share.of((N, K), pieces)
+        if isinstance(whole, Tensor) and (across != (0, K) or (self.share.world > 1 and self._common())):
+            whole = rlk.quantize(whole.to(self.device), self.spec, dtype=self.dtype)
         for p, (start, stop) in zip(pieces, spans, strict=True):
-            self._pieces[p] = columns(rows(whole, start, stop), *across).to(self.device)
+            if isinstance(whole, Tensor):
+                self._pieces[p] = whole[start:stop].to(self.device)
+            else:
+                self._pieces[p] = columns(rows(whole, start, stop), *across).to(self.device)
         self._finish()
+
+    def _common(self) -> bool:
+        """Whether the format stores anything for all rows together, such as one scale."""
+        storage, (N, K) = codec_of(self.spec).storage, self.shape
+        few, many = storage(self.spec, (N, K)), storage(self.spec, (2 * N, K))
+        return any(few[part] == many[part] for part in few)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
         """Take tensors by name, "" for the dense weight; what was taken."""
