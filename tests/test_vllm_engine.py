@@ -120,6 +120,7 @@ def test_two_ranks_and_a_compiled_graph_multiply_by_the_same_weights(folder) -> 
     cores = {"VLLM_CPU_OMP_THREADS_BIND": f"{first}|{second}"}
     found = ran("ranks", folder, VLLM_ENABLE_V1_MULTIPROCESSING="1", **cores)
     assert found["greedy"] == found["transformers"]
+    assert found["record"] == [str(folder / "ranks" / at / "decisions.json") for at in ("", "rank1")]
 
 
 def test_an_engine_that_asks_for_nothing_of_ours_is_what_it_is_without_us(folder) -> None:

@@ -77,9 +77,11 @@ def inside(folder: Path) -> dict[str, Any]:
     """In this process: batches that change, what transformers draws, a request that goes on, stop and abort."""
     from transformers import Qwen2ForCausalLM
 
-    from rlkernel.integrations import transformers
+    from rlkernel.integrations import transformers, vllm
 
-    llm = engine(folder, worker_extension_cls=RECORD)
+    with vllm.enabled():  # the engine keeps its draw when a block ends that it was made in
+        llm = engine(folder, worker_extension_cls=RECORD)
+        tokens(llm, PROMPTS[:1], params(1))
     found: dict[str, Any] = {}
     seeded = [params(s, **FILTERS) for s in SEEDS]
     found["together"] = tokens(llm, PROMPTS, seeded)
@@ -218,8 +220,10 @@ def ranks(folder: Path) -> dict[str, Any]:
     """Two ranks, a process each, and a graph of the model that vLLM has compiled."""
     said = {"quant_method": "rlkernel", "format": "int4_g32"}  # groups that half of the columns have whole
     more = {"tensor_parallel_size": 2, "enforce_eager": False, "hf_overrides": {"quantization_config": said}}
+    more["worker_extension_cls"] = RECORD
     llm = engine(folder, **more)
     found = {"greedy": tokens(llm, PROMPTS, params(temperature=0))}
+    found["record"] = llm.collective_rpc("rlkernel_record", args=(str(folder / "ranks"),))
     found["transformers"] = quantized(folder / "model", "int4_g32")
     return found
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlkernel.integrations import active, vllm
+from rlkernel.integrations import vllm
 from rlkernel.integrations.host import KEPT
 from rlkernel_core.errors import HostError
 
@@ -26,15 +27,17 @@ if TYPE_CHECKING:
 class Record:
     """Methods that vLLM adds to its workers."""
 
+    rank: int  # vLLM's, of the worker
+
     def rlkernel_record(self, folder: str) -> str:
-        """Write decisions.json of this worker's process into the folder; its path. Ranks need a folder each.
+        """Write decisions.json of this worker's process; its path. Ranks but the first write into folder/rank1, ...
 
         Raises:
             FileError: it cannot be written.
         """
         from rlkernel import record
 
-        return str(record.write(folder))
+        return str(record.write(Path(folder) / f"rank{self.rank}" if self.rank else folder))
 
 
 def __getattr__(name: str) -> Any:
@@ -58,8 +61,7 @@ def _draw() -> type:
 
         def __init__(self, vllm_config: Any, *_: Any) -> None:
             _check(vllm_config)
-            if vllm.HOST.name not in {entry.host for entry in active()}:
-                KEPT.enter_context(vllm.enabled())
+            _keep()
 
         def add_request(self, req_idx: int, sampling_params: Any) -> bool:
             del req_idx, sampling_params
@@ -72,6 +74,12 @@ def _draw() -> type:
     # Model runner V1 takes subclasses of its own class alone; as one of them, ours gets to say why it is refused.
     import_module(f"{vllm.OLD_PROCESSOR}.interface").LogitsProcessor.register(Draw)
     return Draw
+
+
+@cache
+def _keep() -> None:
+    """Replace the draw until this process ends, once."""
+    KEPT.enter_context(vllm.enabled())
 
 
 def _check(config: Any) -> None:
