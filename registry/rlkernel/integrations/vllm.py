@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
@@ -77,7 +78,8 @@ def enabled(*, force: bool = False) -> Iterator[Active]:
             been drawn inside the block in this process.
     """
 
-    def make(_: Any, calls: Counter[str]) -> Any:
+    def make(theirs: Any, calls: Counter[str]) -> Any:
+        @wraps(theirs)  # its signature, which an engine that is made inside the block looks at again
         def gumbel_sample(*args: Any, **kwargs: Any) -> Tensor:
             calls["sample"] += 1
             return draw(*args, **kwargs)
