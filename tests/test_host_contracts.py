@@ -12,6 +12,7 @@ from packaging.specifiers import SpecifierSet
 
 import rlkernel as rlk
 from rlkernel.integrations import Active, active, deepspeed_chat, openrlhf, sglang, torchao, transformers, vllm
+from rlkernel.integrations.host import KEPT
 from tests.host_contracts import FILE, Wheel, absolute, known, parameters
 
 RECORDED = json.loads(FILE.read_text())
@@ -20,14 +21,18 @@ HOSTS = known()
 
 @pytest.mark.parametrize("host", HOSTS, ids=lambda h: f"{h.name}-{len(h.symbols)}")
 def test_the_symbols_are_those_of_the_hosts_source(host) -> None:
-    source = RECORDED[host.distribution]
-    assert source["version"] == host.tested
-    assert source["version"] in SpecifierSet(host.versions)
-    for symbol in host.symbols:
-        said = source["symbols"][str(symbol)]
-        assert said != "gone", symbol
-        if symbol.takes is not None:
-            assert said == ([*filter(None, symbol.takes.split(", "))]), symbol
+    assert RECORDED[host.distribution]["version"] == host.tested
+    sources = [
+        found for name, found in RECORDED.items() if name.partition("==")[0] in {host.distribution, *host.builds}
+    ]
+    assert len(sources) > len(host.builds)
+    for source in sources:
+        assert source["version"] in SpecifierSet(host.versions)
+        for symbol in host.symbols:
+            said = source["symbols"][str(symbol)]
+            assert said != "gone", symbol
+            if symbol.takes is not None:
+                assert said == ([*filter(None, symbol.takes.split(", "))]), symbol
 
 
 @pytest.mark.parametrize("host", HOSTS, ids=lambda h: f"{h.name}-{len(h.symbols)}")
@@ -68,7 +73,7 @@ def test_the_draw_for_sglang_is_keyed_by_request_and_position() -> None:
     probs, at = torch.rand(3, 40).softmax(-1), torch.tensor([3, 4, 5])
     token = sglang.draw(probs, batch(), at, filtered=True)
     alone = [
-        rlk.sample(probs[i : i + 1].log(), seed=s, step=p, **f).token
+        rlk.sample(probs[i : i + 1].log(), seed=s, step=p + 1, **f).token
         for i, (s, p, f) in enumerate(
             [(5, 3, {}), (6, 4, {"top_k": 2}), (7, 5, {"top_k": 5, "top_p": 0.5, "filter_order": "joint"})]
         )
@@ -81,10 +86,28 @@ def test_the_draw_for_sglang_is_keyed_by_request_and_position() -> None:
     assert entry.calls == {"sample": 1}
 
 
-def test_what_sglangs_backend_cannot_return_is_refused() -> None:
-    info = batch(sampling_mask_batch_indices=torch.tensor([0]))
-    with pytest.raises(rlk.HostError, match="sampling masks"):
-        sglang.draw(torch.rand(3, 4), info, torch.zeros(3), filtered=False)
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ({"sampling_mask_batch_indices": torch.tensor([0])}, "sampling masks"),
+        ({"sampling_seed": None}, "no seeds in this batch"),
+    ],
+)
+def test_what_sglangs_backend_cannot_draw_is_refused(missing, message) -> None:
+    with pytest.raises(rlk.HostError, match=message):
+        sglang.draw(torch.rand(3, 4), batch(**missing), torch.zeros(3), filtered=False)
+
+
+def test_sglangs_batches_get_their_seeds_where_the_backend_is_asked_for() -> None:
+    requests = [
+        SimpleNamespace(rid=rid, sampling_params=SimpleNamespace(sampling_seed=seed))
+        for rid, seed in (("a", 7), ("b", None), ("c", None))
+    ]
+    seeds = sglang.seeds_of(requests)
+    assert seeds[0] == 7
+    assert len({*seeds}) == 3
+    assert seeds == sglang.seeds_of(requests)  # of the request alone: ranks agree, and a batch made anew
+    assert all(0 <= seed < 2**63 for seed in seeds)
 
 
 def test_the_draw_for_vllm_is_greedy_at_temperature_zero_and_keyed_by_slot() -> None:
@@ -93,9 +116,9 @@ def test_the_draw_for_vllm_is_greedy_at_temperature_zero_and_keyed_by_slot() -> 
     heat, seed, pos = torch.tensor([0.0, 9.0, 0.7]), torch.tensor([1, 2, 3]), torch.tensor([8, 9, 10])
     token = vllm.draw(logits, slots, heat, seed, pos, apply_temperature=False, is_drafting=False)
     assert token[1] == logits[1].argmax()
-    assert token[0] == rlk.sample(logits[:1], seed=3, step=8).token[0]
+    assert token[0] == rlk.sample(logits[:1], seed=3, step=9).token[0]
     warm = vllm.draw(logits, slots, heat, seed, pos, apply_temperature=True, is_drafting=False)
-    assert warm[2] == rlk.sample(logits[2:], temperature=0.7, seed=3, step=10).token[0]
+    assert warm[2] == rlk.sample(logits[2:], temperature=0.7, seed=3, step=11).token[0]
     with pytest.raises(rlk.HostError, match="drafting"):
         vllm.draw(logits, slots, heat, seed, pos, apply_temperature=False, is_drafting=True)
 
@@ -153,7 +176,7 @@ def test_a_worker_of_openrlhf_keeps_the_replacement(monkeypatch) -> None:
     host = stand_in(openrlhf, monkeypatch)
     openrlhf.worker()
     assert host.log_probs_from_logits(torch.zeros(1, 2), torch.tensor([0])).item() == pytest.approx(-0.6931472)
-    openrlhf._WORKER.close()
+    KEPT.close()
     assert host.log_probs_from_logits(1, 2, 3) == "theirs"
 
 

@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 
 import rlkernel as rlk
 from rlkernel.integrations import Host, Symbol, active, hosts
-from rlkernel.integrations.host import replaced
+from rlkernel.integrations.host import KEPT, replaced
 from rlkernel.integrations.trl_head import LinearHead, Wanted
 
 SCORE = Symbol("acme_host", "score", "x, y")
@@ -61,6 +61,41 @@ def test_a_host_that_is_not_what_it_was_is_refused_before_anything_is_touched(ac
         replaced(wanted, SCORE, lambda *_: pytest.fail("was replaced")),
     ):
         pass
+    assert acme.score is original
+
+
+def ours(was, calls):
+    return lambda x, y: (calls.update(["score"]), 10 * was(x, y))[1]
+
+
+def test_a_block_that_nothing_went_through_is_an_error_that_says_why(acme) -> None:
+    original = acme.score
+    with (
+        pytest.raises(rlk.HostError, match="acme: nothing went through acme_host.score inside the block: it slept"),
+        replaced(host(), SCORE, ours, idle=lambda: "it slept"),
+    ):
+        pass
+    assert acme.score is original
+    assert "acme" not in {a.host for a in active()}
+
+
+def test_calls_of_an_earlier_block_do_not_count_for_a_later_one(acme) -> None:
+    with replaced(host(), SCORE, ours):
+        acme.score(1, 2)
+    with pytest.raises(rlk.HostError, match="call it inside the block"), replaced(host(), SCORE, ours):
+        pass
+
+
+def test_an_error_inside_a_block_is_told_and_not_that_nothing_ran(acme) -> None:
+    with pytest.raises(KeyError), replaced(host(), SCORE, ours):
+        raise KeyError
+
+
+def test_a_block_that_a_worker_keeps_lasts_until_its_process_ends(acme) -> None:
+    original = acme.score
+    KEPT.enter_context(replaced(host(), SCORE, ours))
+    assert acme.score(1, 2) == 30
+    KEPT.close()
     assert acme.score is original
 
 

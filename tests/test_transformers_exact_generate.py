@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import rlkernel as rlk
+from rlkernel.integrations import transformers
 from rlkernel.nn.page_plan import page_plan
 
 pytest.importorskip("transformers", exc_type=ImportError)
@@ -65,6 +66,19 @@ def test_log_probabilities_have_the_bits_of_the_trainers_packed_forward(name) ->
     with rlk.exact(model) as exact:
         drawn = exact.generate(PROMPTS, **DRAW)
         assert torch.equal(drawn.logprob, trained(model, PROMPTS, drawn))
+
+
+def test_tokens_are_those_that_transformers_draws_by_the_same_seeds_padded_or_not() -> None:
+    model, seeds = decoder("qwen3", torch.float32), torch.arange(len(PROMPTS)) + 5
+    with rlk.exact(model) as exact:
+        drawn = exact.generate(PROMPTS, **{**DRAW, "seed": seeds}).ids
+    width = max(map(len, PROMPTS))
+    padded = torch.tensor([[0] * (width - len(ids)) + ids for ids in PROMPTS])
+    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in PROMPTS])
+    rules = {"do_sample": True, "temperature": 0.7, "top_k": None, "max_new_tokens": NEW, "eos_token_id": None}
+    loop = transformers.drawing(seeds.tolist())
+    made = model.generate(padded, attention_mask=mask, pad_token_id=0, custom_generate=loop, **rules)
+    assert made[:, width:].tolist() == drawn.tolist()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])

@@ -122,6 +122,14 @@ def test_the_callback_covers_the_training_and_writes_what_ran(tmp_path, cli) -> 
     assert json.loads(cli("status", mine.args.output_dir, "--json").stdout)["hosts"][0]["host"] == "trl"
 
 
+def test_a_block_around_construction_alone_is_an_error_that_says_to_train_inside(tmp_path) -> None:
+    config = stock_trl.GRPOConfig(**trl_runs.settings(tmp_path, **trl_runs.GROUPS))
+    data = {"train_dataset": trl_runs.prompts(), "processing_class": trl_runs.tokenizer()}
+    with pytest.raises(rlk.HostError, match=r"no trainer scored a token there; .*trainer\.train\(\)"), ours.enabled():
+        stock_trl.GRPOTrainer(trl_runs.model(tmp_path), reward_funcs=trl_runs.vowels, args=config, **data)
+    assert integrations.active() == []
+
+
 def test_an_error_inside_leaves_nothing_patched() -> None:
     before = stock_trl.trainer.utils._ChunkedLogProbFunction
     with pytest.raises(KeyError), ours.enabled(), ours.enabled() as inner:
@@ -151,7 +159,7 @@ def test_the_metrics_of_all_heads_are_those_of_trl() -> None:
 def test_a_partitioned_head_is_refused() -> None:
     weight = torch.nn.Parameter(torch.empty(0))
     weight.ds_id = 3
-    with ours.enabled(), pytest.raises(rlk.HostError, match="ZeRO-3.*ZeRO-2 or FSDP2"):
+    with pytest.raises(rlk.HostError, match="ZeRO-3.*ZeRO-2 or FSDP2"), ours.enabled():
         stock_trl.trainer.utils._ChunkedLogProbFunction.apply(torch.ones(1, 2), weight, None, torch.zeros(1), 1.0, 8)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import sys
@@ -14,6 +15,8 @@ import torch
 
 import rlkernel as rlk
 from rlkernel.integrations import verl as ours
+from rlkernel.integrations import verl_engine
+from rlkernel.integrations.host import KEPT
 from rlkernel_core.spec.policy_presets import PRESETS
 
 _FILE = json.loads((Path(__file__).parent / "peers" / "losses.json").read_text())
@@ -59,6 +62,16 @@ def test_ranks_without_global_counts_are_refused() -> None:
         ours.loss("vanilla", *args, config=actor(dp_size=2))
 
 
+@pytest.mark.parametrize(("version", "same"), [("0.9.0", True), ("0.9.1", False)])
+def test_gspo_of_verl_090_is_a_mean_over_sequences_whatever_the_mode(version, same, monkeypatch) -> None:
+    monkeypatch.setattr("rlkernel.integrations.host.version", lambda _: version)
+    ours._old.cache_clear()
+    args = (INPUTS["old"], INPUTS["logprob"], INPUTS["adv"], INPUTS["mask"])
+    losses = {ours.loss("gspo", *args, mode, actor())[0].item() for mode in ("token-mean", "seq-mean-token-mean")}
+    ours._old.cache_clear()
+    assert (len(losses) == 1) == same
+
+
 def test_groups_may_have_any_names() -> None:
     rewards, mask = torch.tensor([[1.0, 0.0], [3.0, 0.0], [5.0, 0.0]]), torch.ones(3, 2)
     adv, returns = ours.estimate("rloo", rewards, mask, index=np.array(["x", "y", "x"], dtype=object))
@@ -76,3 +89,21 @@ def test_the_plugin_says_why_it_registers_nothing(monkeypatch) -> None:
     monkeypatch.setattr(ours, "register", refused)
     with pytest.warns(rlk.PluginWarning, match=r"rlkernel_\* is not registered with verl: verl is not installed"):
         importlib.reload(plugin)
+
+
+def test_the_plugin_of_the_engines_keeps_their_fused_head_replaced(monkeypatch) -> None:
+    module = ModuleType(verl_engine.KERNEL.module)
+    module.linear_cross_entropy = original = object()
+    module.LinearCrossEntropy = SimpleNamespace(
+        forward=lambda ctx, hidden, weight, labels, temperature, reduction, dist_process_group: None
+    )
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("rlkernel.integrations.host.version", lambda _: verl_engine.HOST.tested)
+    plugin = importlib.import_module("rlkernel.integrations.verl_engine_plugin")
+    monkeypatch.setitem(sys.modules, "verl", ModuleType("verl"))
+    importlib.reload(plugin)
+    gc.collect()  # a block that nobody holds ends
+    assert module.linear_cross_entropy is not original
+    module.linear_cross_entropy(torch.randn(1, 3, 4), torch.randn(5, 4), torch.tensor([[0, 1, 2]]))
+    KEPT.close()
+    assert module.linear_cross_entropy is original

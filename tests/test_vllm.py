@@ -1,7 +1,4 @@
-"""Packed weights in vLLM's own linear layers, filled by vLLM's own loader: needs vLLM's Python files, and no GPU.
-
-unzip -d vllm vllm-0.33.0-*.whl && PYTHONPATH=vllm pytest tests/test_vllm.py     # and what the imports ask for
-"""
+"""Packed weights in vLLM's own linear layers, filled by vLLM's own loader, on a CPU; `make hosts` installs vLLM."""
 
 from __future__ import annotations
 
@@ -49,7 +46,18 @@ def filled(kind: str, weights, **said) -> torch.nn.Module:
     model = vllm_layers.block(config(format=kind, **said))
     read = model.load_weights(stream(weights))
     vllm_layers.finish(model)
-    assert read <= {name for name, _ in model.named_parameters()} | {f"block.{layer}.weight" for layer in PARTS}
+    known = {f"block.{layer}.weight" for layer in PARTS}
+    for layer in PARTS:
+        known |= {f"block.{layer}.weight.{name}" for name in vars(getattr(model.block, layer).weight)}
+    assert read <= known
+    return model
+
+
+def stock(weights) -> torch.nn.Module:
+    """The same layers as vLLM has them, on dense weights."""
+    model = vllm_layers.block(None)
+    model.load_weights(stream({name: dequantize(w) for name, w in weights.items()}))
+    vllm_layers.finish(model)
     return model
 
 
@@ -60,10 +68,8 @@ def test_vllms_loader_fills_vllms_layers_with_a_packed_checkpoint(kind) -> None:
     for layer, pieces in PARTS.items():
         held = getattr(model.block, layer).weight.tensor
         assert torch.equal(rlk.dequantize(held), dequantize(stack([weights[p] for p in pieces])))
-    stock = vllm_layers.block(None)
-    stock.load_weights(stream({name: dequantize(w) for name, w in weights.items()}))
     x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(model.block(x), stock.block(x), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model.block(x), stock(weights).block(x), rtol=1e-4, atol=1e-4)
 
 
 def test_columns_in_an_order_of_their_own_keep_it() -> None:
@@ -126,9 +132,6 @@ def test_two_ranks_share_the_weights_and_agree(tmp_path) -> None:
         process.join(60)
     assert [process.exitcode for process in ranks] == [0, 0]
     assert outputs[0][1] == (256, 256)  # of q, k and v, which have 512 rows
-    weights = stored("int4_g128")
-    stock = vllm_layers.block(None)
-    stock.load_weights(stream({name: dequantize(w) for name, w in weights.items()}))
     x = torch.randn(3, HIDDEN, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(outputs[0][0], outputs[1][0])
-    torch.testing.assert_close(outputs[0][0], stock.block(x).detach(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(outputs[0][0], stock(stored("int4_g128")).block(x).detach(), rtol=1e-4, atol=1e-4)

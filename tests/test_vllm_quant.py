@@ -29,6 +29,11 @@ def packed(kind: str) -> dict[str, rlk.QuantTensor]:
     return {name: quantize(weight, kind) for name, weight in dense().items()}
 
 
+def held(layer) -> dict[str, torch.Tensor]:
+    """The tensors of its weight."""
+    return {name: x for name, x in vars(layer.weight).items() if isinstance(x, torch.Tensor)}
+
+
 @pytest.fixture
 def config(monkeypatch):
     methods = vllm.installed(monkeypatch)
@@ -48,7 +53,7 @@ def test_a_layer_is_filled_by_its_pieces_and_multiplies_by_what_they_stand_for(c
         layer.quant_method.process_weights_after_loading(layer)
     names = set(layer.load_weights(vllm.stream(weights, SHARDS)))
     layer.quant_method.process_weights_after_loading(layer)
-    assert names <= {name for name, _ in layer.named_parameters()}
+    assert names <= {f"weight.{name}" for name in held(layer)}
     x = normal(3, 256)
     want = x @ torch.cat([dequantize(w) for w in weights.values()]).T
     torch.testing.assert_close(layer(x), want, rtol=1e-4, atol=1e-4)
@@ -66,15 +71,23 @@ def test_dense_weights_are_quantized_while_they_are_read_to_the_same_bits(config
 def test_weights_that_are_loaded_again_keep_their_addresses(config, prepack) -> None:
     layer = vllm.attention(config({"prepack": prepack}))
     list(layer.load_weights(vllm.stream(dense(), SHARDS)))
-    before = {name: (p.data_ptr(), p.clone()) for name, p in layer.named_parameters() if p.numel()}
+    before = {name: tensor.data_ptr() for name, tensor in held(layer).items()}
     twice = {name: 2 * w for name, w in dense().items()}
     again = {name: quantize(w, "int4_g128") for name, w in twice.items()}
     for update in (again, twice):
         list(layer.load_weights(vllm.stream(update, SHARDS)))
-        assert {name: p.data_ptr() for name, p in layer.named_parameters() if p.numel()} == {
-            name: address for name, (address, _) in before.items()
-        }
+        assert {name: tensor.data_ptr() for name, tensor in held(layer).items()} == before
         assert torch.equal(dequantize(layer.weight.tensor), dequantize(stack(list(again.values()))))
+
+
+def test_an_update_that_is_not_whole_is_not_multiplied_by(config) -> None:
+    layer = vllm.attention(config({}))
+    list(layer.load_weights(vllm.stream(dense(), SHARDS)))
+    list(layer.load_weights(vllm.stream({"q": dense()["q"]}, SHARDS)))
+    with pytest.raises(rlk.ArgumentError, match=r"is not whole; got pieces \[0\] of 3"):
+        layer(normal(3, 256))
+    list(layer.load_weights(vllm.stream({name: w for name, w in dense().items() if name != "q"}, SHARDS)))
+    assert layer(normal(3, 256)).shape == (3, 512)
 
 
 def test_ranks_have_their_rows_and_kv_heads_that_are_fewer_than_ranks_go_to_neighbors() -> None:
@@ -104,6 +117,26 @@ def test_pieces_that_lie_below_each_other_in_the_file_are_cut_apart(way) -> None
         assert torch.equal(dequantize(held.tensor), dequantize(quantize(want, "int8_channel")))
 
 
+@pytest.mark.parametrize("kind", ["int4_g64", "int8_channel", "mxfp4", "fp8_block128", "fp8_tensor"])
+def test_dense_columns_of_a_rank_have_the_bits_of_the_whole(kind) -> None:
+    weight = normal(128, 512)
+    held = ShardedWeight(
+        QuantSpec.named(kind), Share((128,), 256, 1, 2), dtype=torch.float32, device=torch.device("cpu")
+    )
+    held.weight_loader(None, weight)
+    assert torch.equal(dequantize(held.tensor), dequantize(quantize(weight, kind))[:, 256:])
+
+
+@pytest.mark.parametrize("kind", ["int4_g64", "fp8_tensor"])
+def test_dense_rows_of_a_rank_have_the_bits_of_the_whole(kind) -> None:
+    weight = normal(256, 128)
+    held = ShardedWeight(
+        QuantSpec.named(kind), Share((128,), 128, 1, 2), dtype=torch.float32, device=torch.device("cpu")
+    )
+    held.weight_loader(None, weight)
+    assert torch.equal(dequantize(held.tensor), dequantize(quantize(weight, kind))[128:])
+
+
 def test_ranks_of_a_layer_that_splits_its_inputs_add_up() -> None:
     w, x = quantize(normal(64, 512), "int4_g128"), normal(3, 512)
     found = torch.zeros(3, 64)
@@ -121,6 +154,8 @@ def test_ranks_of_a_layer_that_splits_its_inputs_add_up() -> None:
         ("int4_g128", Share((64,), 128, 0, 4), normal(64, 256), "rank 0 of 4 wants"),
         ("int4_g128", Share((48,), 256, 0, 2), normal(64, 256), "is not shared so"),
         ("nf4", Share((64,), 128, 0, 2), quantize(normal(64, 256), "nf4"), "no runs of columns"),
+        ("nf4", Share((64,), 128, 0, 2), normal(64, 256), "no runs of columns"),
+        ("int4_g128", Share((64,), 64, 1, 4), normal(64, 256), "no multiple of 128"),
     ],
 )
 def test_a_weight_that_a_rank_cannot_take_is_refused(spec, share, weight, message) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
-from rlkernel import announce, audit, evidence, lock, policy, ranges, selftest, sources, targets
+from rlkernel import announce, audit, evidence, lock, policy, ranges, selftest, sources, spread, targets
 from rlkernel.discover import IN_PROCESS, PackageVersions, brief, described, guarded, load_target
 from rlkernel.limits import Question, answer, question
 from rlkernel.plans import Choice, Plan, Table, key_or_none
@@ -193,6 +193,7 @@ def call_of(spec: OpSpec[Any, Any], call: Any) -> Call:
     from rlkernel_core.gradients import gradient_wanted
 
     device, dtype = place(spec, call)
+    spread.refuse(call)
     if spec.check is not None:
         spec.check(call)
     kind = str(device).partition(":")[0]

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 # quarter goes when a table is full.
 MOST: Final = 4096
 ALIGNMENT: Final = 16  # bytes; kernels are compiled for pointers that are multiples of it, or for any
+# In the place of address 0, which a tensor spread over ranks has: it must find no plan of a tensor that is here.
+NOWHERE: Final = 0.5
 _PLAIN: Final = frozenset({bool, int, float, str, type(None), complex})
 
 
@@ -94,7 +96,7 @@ def key_of(x: Any) -> Any:
     if kind in _PLAIN:
         return kind, x
     if _is_tensor(kind):
-        return x.dtype, x.shape, x.stride(), x.device, x.data_ptr() % ALIGNMENT, x.requires_grad
+        return x.dtype, x.shape, x.stride(), x.device, (x.data_ptr() or NOWHERE) % ALIGNMENT, x.requires_grad
     if kind is QuantTensor:
         return x.plan_key
     if kind is tuple or kind is list:
@@ -144,8 +146,8 @@ def parts(spec: OpSpec[Any, Any], names: Iterable[str], of: str = "") -> list[st
 
 
 def _tensor_parts(x: str) -> list[str]:
-    names = ("dtype", "shape", "stride()", "device", f"data_ptr() % {ALIGNMENT}", "requires_grad")
-    return [f"{x}.{name}" for name in names]
+    aligned = f"({x}.data_ptr() or {NOWHERE}) % {ALIGNMENT}"
+    return [*(f"{x}.{name}" for name in ("dtype", "shape", "stride()", "device")), aligned, f"{x}.requires_grad"]
 
 
 def names_in_parts() -> dict[str, Any]:

@@ -41,7 +41,8 @@ def enabled(*, force: bool = False) -> Iterator[Active]:
     """The PPO trainer of this process scores tokens by `rlkernel.logprob` inside the block; log-probabilities are fp32.
 
     Raises:
-        HostError: DeepSpeed-Chat is absent, of a version that this was not made for, or has changed.
+        HostError: DeepSpeed-Chat is absent, of a version that this was not made for, or has changed;
+            or on leaving, nothing has been scored inside the block.
     """
 
     def make(_: Any, calls: Counter[str]) -> Any:
@@ -56,5 +57,7 @@ def enabled(*, force: bool = False) -> Iterator[Active]:
 
         return gather_log_probs
 
-    with replaced(HOST, SCORE, make, force=force) as entry:
+    with replaced(
+        HOST, SCORE, make, idle=lambda: "its trainer scored no token there; train inside", force=force
+    ) as entry:
         yield entry

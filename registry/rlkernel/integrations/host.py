@@ -9,7 +9,7 @@ import inspect
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import reduce
 from importlib import import_module
@@ -62,19 +62,22 @@ class Host:
     name: str  # as people write it
     distribution: str  # as pip writes it
     versions: str  # a window, as pip writes it
-    tested: str  # the version whose code was read and, where `ran`, run
+    tested: str  # the version whose code was read
     does: str  # in a few words, for tables
     symbols: tuple[Symbol, ...]  # what it uses of the host
-    ran: bool = True  # False: held against the host's source alone, never run in it
+    ran: bool = True  # in a version of the window; False: held against the host's source alone
     source: str = ""  # what pip installs it from; "" for its name and versions on the package index
+    builds: tuple[str, ...] = ()  # other distributions of the same modules, as pip writes them
 
     @property
     def installed(self) -> str | None:
-        """The version that is installed here; the host is not imported."""
-        try:
-            return version(self.distribution)
-        except PackageNotFoundError:
-            return None
+        """The version that is installed here, from whichever distribution; the host is not imported."""
+        for name in (self.distribution, *self.builds):
+            try:
+                return version(name)
+            except PackageNotFoundError:
+                continue
+        return None
 
     @property
     def supported(self) -> bool:
@@ -130,6 +133,7 @@ class Active:
 
 _LOCK: Final = threading.RLock()
 _ACTIVE: Final[dict[str, Active]] = {}
+KEPT: Final = ExitStack()  # blocks that a worker entered until its process ends; a block that nobody holds ends at once
 _SEEN: Final[dict[str, Active]] = {}  # those of before too: a run that has ended still says what it went through
 
 
@@ -151,7 +155,12 @@ def registered(host: Host, found: str, *symbols: str) -> Active:
 
 @contextmanager
 def replaced(
-    host: Host, symbol: Symbol, make: Callable[[Any, Counter[str]], Any], *, force: bool = False
+    host: Host,
+    symbol: Symbol,
+    make: Callable[[Any, Counter[str]], Any],
+    *,
+    idle: Callable[[], str] = lambda: "call it inside the block",
+    force: bool = False,
 ) -> Iterator[Active]:
     """Replace a global of the host for the time of the block; blocks may be nested, and the last to end puts it back.
 
@@ -159,10 +168,12 @@ def replaced(
         host: the framework.
         symbol: the global.
         make: from what stood there and the count of calls to keep, what stands there inside the block.
+        idle: why the host may not have called it, and the remedy; asked where it did not.
         force: as in `Host.require`.
 
     Raises:
-        HostError: as `Host.require`; or on leaving, where somebody else has replaced ours meanwhile (theirs stays).
+        HostError: as `Host.require`; or on leaving, where the host has not called ours inside the block, or somebody
+            else has replaced ours meanwhile (theirs stays).
     """
     with _LOCK:
         entry = _ACTIVE.get(host.name)
@@ -174,6 +185,7 @@ def replaced(
             _ACTIVE[host.name] = _SEEN[host.name] = entry
         else:
             entry.depth += 1
+        before = entry.calls.total()
     try:
         yield entry
     finally:
@@ -182,6 +194,8 @@ def replaced(
             if entry.depth == 0:
                 del _ACTIVE[host.name]
                 entry.undo()
+    if entry.calls.total() == before:
+        raise HostError(f"{host.name}: nothing went through {symbol} inside the block: {idle()}")
 
 
 def _replace(symbol: Symbol, make: Callable[[Any, Counter[str]], Any], calls: Counter[str]) -> Callable[[], None]:

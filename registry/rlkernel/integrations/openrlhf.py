@@ -12,10 +12,10 @@ before `openrlhf.cli.train_ppo_ray.train(args)`, which takes a Ray that is initi
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from rlkernel.integrations.host import Active, Host, Symbol, replaced
+from rlkernel.integrations.host import KEPT, Active, Host, Symbol, replaced
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -32,7 +32,6 @@ HOST: Final = Host(
     symbols=(SCORE, Symbol("openrlhf.models.actor", "Actor")),
     ran=False,
 )
-_WORKER: Final = ExitStack()  # what `worker` entered; a worker keeps it until it ends
 
 
 @contextmanager
@@ -40,7 +39,8 @@ def enabled(*, force: bool = False) -> Iterator[Active]:
     """Actors of this process score tokens by `rlkernel.logprob` inside the block.
 
     Raises:
-        HostError: OpenRLHF is absent, of a version that this was not made for, or has changed.
+        HostError: OpenRLHF is absent, of a version that this was not made for, or has changed;
+            or on leaving, nothing has been scored inside the block.
     """
 
     def make(_: Any, calls: Counter[str]) -> Any:
@@ -56,7 +56,13 @@ def enabled(*, force: bool = False) -> Iterator[Active]:
 
         return log_probs_from_logits
 
-    with replaced(HOST, SCORE, make, force=force) as entry:
+    with replaced(
+        HOST,
+        SCORE,
+        make,
+        idle=lambda: "no actor scored a token there; train inside, or name worker() where Ray starts its workers",
+        force=force,
+    ) as entry:
         yield entry
 
 
@@ -66,4 +72,4 @@ def worker() -> None:
     Raises:
         HostError: as `enabled`; Ray then ends the worker and tells the driver.
     """
-    _WORKER.enter_context(enabled())
+    KEPT.enter_context(enabled())

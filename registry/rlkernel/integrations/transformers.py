@@ -10,8 +10,9 @@
     model(**inputs, labels=labels).loss
 
 Both are handed to a call or a model by transformers' own means, so that nothing is patched. Processors and warpers are
-those of `generate`, and so is the law; what differs is the draw. Noise is keyed by a request's seed and the number of
-its token: a request draws the same whoever else is in the batch, wherever it stands.
+those of `generate`, and so is the law; what differs is the draw. Noise is keyed by a request's seed and the place of
+its token in the sequence, the prompt included and padding left out: a request draws the same whoever else is in the
+batch, wherever it stands, and what it draws in vLLM.
 
 Legend: B requests · T tokens drawn · V vocabulary.
 """
@@ -91,12 +92,13 @@ class Drawing:
         going = torch.ones(B, dtype=torch.bool, device=device)
         tokens: list[Tensor] = []
         said: list[Tensor] = []
+        place = _lengths(input_ids, model_kwargs.get("attention_mask"))
         with torch.no_grad():
             outputs = model._prefill(input_ids, generation_config, model_kwargs)
             while True:
                 model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
                 scores = logits_processor(input_ids, outputs.logits[:, -1].float())
-                draw = rlk.sample(scores, temperature=greedy, seed=seeds, step=len(tokens))
+                draw = rlk.sample(scores, temperature=greedy, seed=seeds, step=place + len(tokens))
                 self.entry.calls["sample"] += 1
                 token = draw.token if pad is None else torch.where(going, draw.token, pad)
                 tokens.append(token)
@@ -110,6 +112,13 @@ class Drawing:
                 outputs = model(**inputs, return_dict=True)
         self.tokens, self.logprob = torch.stack(tokens, 1), torch.stack(said, 1)
         return input_ids
+
+
+def _lengths(input_ids: Tensor, mask: Tensor | None) -> Tensor:
+    """Tokens of each prompt, [B], without padding; a mask of another form than [B, P] has none."""
+    if mask is not None and mask.shape == input_ids.shape:
+        return mask.sum(-1)
+    return input_ids.new_full((input_ids.shape[0],), input_ids.shape[1])
 
 
 def drawing(seeds: Sequence[int], *, force: bool = False) -> Drawing:

@@ -183,14 +183,18 @@ def enabled(*, backward: str = "auto", force: bool = False) -> Iterator[Active]:
 
     Raises:
         ArgumentError: no such way backward.
-        HostError: TRL is absent, of a version that this was not made for, or has changed.
+        HostError: TRL is absent, of a version that this was not made for, or has changed; or on leaving, no trainer
+            has scored a token inside the block.
     """
     checks.choice("backward", backward, BACKWARD)
 
     def make(_: Any, calls: Counter[str]) -> Any:
         return LinearHead(calls, backward)
 
-    with replaced(HOST, HEAD, make, force=force) as entry:
+    def idle() -> str:
+        return "no trainer scored a token there; it has to train inside, wherever it was made: trainer.train()"
+
+    with replaced(HOST, HEAD, make, idle=idle, force=force) as entry:
         yield entry
 
 

@@ -13,9 +13,11 @@ Legend: B sequences · T response length.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
+
+from packaging.version import Version
 
 from rlkernel.integrations.host import Active, Host, Symbol, asked_of, registered
 from rlkernel_core.errors import HostError
@@ -31,7 +33,7 @@ _LOSS: Final = "old_log_prob, log_prob, advantages, response_mask, loss_agg_mode
 HOST: Final = Host(
     name="verl",
     distribution="verl",
-    versions=">=0.9.1,<0.10",
+    versions=">=0.9.0,<0.10",
     tested="0.9.1",
     does="advantage and policy_loss in its registries as rlkernel_*; linear_logprob as its fused kernel",
     symbols=(
@@ -137,6 +139,9 @@ def loss(
 def _arguments(name: str, mask: Tensor, mode: str, config: Any) -> tuple[dict[str, Any], float]:
     """Arguments of `policy_loss`, and what its result is multiplied with, for one micro-batch."""
     preset, options = LOSSES[name]
+    forced = name in FORCED
+    if name == "gspo" and _old():
+        preset, forced = "verl_gspo_seq_mean", True
     known = policy_loss_preset(preset)
     low, high = config.clip_ratio_low, config.clip_ratio_high
     numbers: dict[str, Callable[[], Any]] = {
@@ -149,7 +154,7 @@ def _arguments(name: str, mask: Tensor, mode: str, config: Any) -> tuple[dict[st
     known |= {option: numbers[option]() for option in options}
     if name == "geo_mean":
         return known, 1.0
-    if name not in FORCED:
+    if not forced:
         known["aggregate"] = mode.replace("-", "_")
     batch = dict(config.global_batch_info)
     ranks = batch.get("dp_size", 1)
@@ -163,6 +168,13 @@ def _arguments(name: str, mask: Tensor, mode: str, config: Any) -> tuple[dict[st
     if known["aggregate"] == "seq_mean_token_sum_norm":
         known["horizon"] = float(batch.get("loss_scale_factor") or mask.shape[-1])
     return known, 1.0
+
+
+@cache
+def _old() -> bool:
+    """Whether verl is 0.9.0, whose gspo takes the mean over sequences whatever loss_agg_mode says."""
+    found = HOST.installed
+    return found is not None and Version(found) < Version("0.9.1")
 
 
 def estimate(

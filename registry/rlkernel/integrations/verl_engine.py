@@ -43,7 +43,8 @@ def enabled(*, force: bool = False) -> Iterator[Active]:
     """The `linear_cross_entropy` of verl is `rlkernel.linear_logprob` inside the block.
 
     Raises:
-        HostError: verl is absent, of a version that this was not made for, or has changed.
+        HostError: verl is absent, of a version that this was not made for, or has changed;
+            or on leaving, nothing has been scored inside the block.
     """
 
     def make(_: Any, calls: Counter[str]) -> Any:
@@ -66,5 +67,11 @@ def enabled(*, force: bool = False) -> Iterator[Active]:
 
         return linear_cross_entropy
 
-    with replaced(HOST, KERNEL, make, force=force) as entry:
+    with replaced(
+        HOST,
+        KERNEL,
+        make,
+        idle=lambda: "no engine scored a token there by its fused kernels; train inside, with use_fused_kernels=True",
+        force=force,
+    ) as entry:
         yield entry

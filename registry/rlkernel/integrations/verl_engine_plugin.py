@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 from rlkernel.integrations import verl_engine
+from rlkernel.integrations.host import KEPT
 
 if "verl" in sys.modules:
-    verl_engine.enabled().__enter__()
+    KEPT.enter_context(verl_engine.enabled())

@@ -7,8 +7,8 @@ vLLM imports `plugin` by its entry-point group `vllm.general_plugins`, which add
 replaces nothing. Its linear layers keep what a rank has of their weights in `rlkernel.nn.sharded`, and their product is
 `rlkernel.qmatmul`; weights that are loaded again, after an update of the policy, keep their addresses.
 
-Held against vLLM's source, and run on a CPU with vLLM's own linear layers and loader; never run in its engine, which
-needs a GPU build.
+Its `reload_weights` takes parameters of layers away and fills them anew, for which these weights are none: they are
+filled in place then, too. An update of which a tensor is missing is told at the next product.
 """
 
 from __future__ import annotations
@@ -153,7 +153,8 @@ def _method() -> type:
             layer.weight = ShardedWeight(self.spec, share, dtype=params_dtype, device=device, prepack=self.prepack)
 
         def process_weights_after_loading(self, layer: Any) -> None:
-            layer.weight.tensor  # noqa: B018  tells what was not read
+            if not layer.weight.filled:
+                layer.weight.tensor  # noqa: B018  tells what was not read; an update may still be under way
 
         def apply(
             self,

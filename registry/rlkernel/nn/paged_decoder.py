@@ -120,7 +120,8 @@ class Decoder:
             given = hidden, weight
         else:
             given, law = (self.model(**told, **places, logits_to_keep=last).logits[0],), {}
-        draw = getattr(rlk, SCORES[self.draws.score])(*given, **law, **self.params, seed=self.seed, step=self.drawn)
+        # What has keys now stands before the token: its place in the sequence, as in every host.
+        draw = getattr(rlk, SCORES[self.draws.score])(*given, **law, **self.params, seed=self.seed, step=self.used)
         temperature = scored_at(self.params["temperature"])
         scored = getattr(rlk, self.draws.score)(*given, draw.token, **law, temperature=temperature)
         self.token.copy_(torch.where(self.alive, draw.token, self.draws.pad_id))

@@ -63,7 +63,10 @@ class Share:
 
 
 class ShardedWeight(torch.nn.Module):
-    """A weight [sum of rows, columns] of a rank. Its tensors are parameters, empty until they are read.
+    """A weight [sum of rows, columns] of a rank. Its tensors are attributes, empty until they are read.
+
+    They are no parameters: an engine that reloads layer by layer takes parameters away, to fill new ones and copy them
+    back, which formats that are packed while they are read do not survive. It finds tensors here by their names.
 
     Args:
         spec: the format. A checkpoint of another one is refused; dense tensors are quantized to it.
@@ -83,25 +86,29 @@ class ShardedWeight(torch.nn.Module):
         self._meta: QuantMeta | None = None
         self._tensors: dict[tuple[int, ...], dict[str, Tensor]] = {}  # of packed pieces that are not all here
         self._pieces: dict[int, QuantTensor | Tensor] = {}  # that are
+        self.device = device
         for name in [*codec_of(spec).storage(spec, self.shape), META]:
             self._put(name, torch.empty(0, device=device))
 
     @property
-    def device(self) -> torch.device:
-        """Where it is."""
-        return next(self.parameters()).device
+    def filled(self) -> bool:
+        """Whether all of it has been read once."""
+        return self._meta is not None
 
     @property
     def tensor(self) -> QuantTensor:
         """The weight.
 
         Raises:
-            ArgumentError: a tensor of it has not been read.
+            ArgumentError: a tensor of it has not been read, at first or in an update that has begun.
         """
-        if self._meta is None:
+        if self._meta is None or self._pieces or self._tensors:
             got = sorted({*self._pieces, *(p for pieces in self._tensors for p in pieces)})
             raise ArgumentError("weight", f"pieces {got} of {len(self.share.rows)}", "is not whole", "Load all of it.")
-        return QuantTensor.unflatten([getattr(self, name) for name in self._meta.names], self._meta)
+        return self._whole(self._meta)
+
+    def _whole(self, meta: QuantMeta) -> QuantTensor:
+        return QuantTensor.unflatten([getattr(self, name) for name in meta.names], meta)
 
     def weight_loader(self, param: Any, loaded: Tensor, shard: Shard = None, name: str = "") -> None:
         """Take one tensor of a checkpoint: a part by its name, or with none the dense weight.
@@ -112,10 +119,7 @@ class ShardedWeight(torch.nn.Module):
         del param
         pieces = self._places(shard)
         if not name:
-            across, spans = self.share.of((loaded.shape[0], loaded.shape[1]), pieces)
-            for p, (start, stop) in zip(pieces, spans, strict=True):
-                self._pieces[p] = loaded[start:stop, slice(*across)].to(self.device)
-            self._finish()
+            self._take(loaded, pieces)
             return
         held = self._tensors.setdefault(pieces, {})
         held[name] = loaded
@@ -123,11 +127,30 @@ class ShardedWeight(torch.nn.Module):
             raise ArgumentError("weight", spec.kind, f"was to be {self.spec.kind}", "Check the configuration.")
         if META not in held or any(part not in held for part in codec_of(self.spec).storage(self.spec, self.shape)):
             return
-        whole = QuantTensor.from_state_dict(self._tensors.pop(pieces))
-        across, spans = self.share.of(whole.shape, pieces)
+        self._take(QuantTensor.from_state_dict(self._tensors.pop(pieces)), pieces)
+
+    def _take(self, whole: QuantTensor | Tensor, pieces: Sequence[int]) -> None:
+        """What the rank wants of these pieces.
+
+        A dense weight is quantized before it is cut where its parts would get other bits, so that these do not depend
+        on the number of ranks: where rows are cut apart, or all rows have something in common.
+        """
+        N, K = whole.shape
+        across, spans = self.share.of((N, K), pieces)
+        if isinstance(whole, Tensor) and (across != (0, K) or (self.share.world > 1 and self._common())):
+            whole = rlk.quantize(whole.to(self.device), self.spec, dtype=self.dtype)
         for p, (start, stop) in zip(pieces, spans, strict=True):
-            self._pieces[p] = columns(rows(whole, start, stop), *across).to(self.device)
+            if isinstance(whole, Tensor):
+                self._pieces[p] = whole[start:stop].to(self.device)
+            else:
+                self._pieces[p] = columns(rows(whole, start, stop), *across).to(self.device)
         self._finish()
+
+    def _common(self) -> bool:
+        """Whether the format stores anything for all rows together, such as one scale."""
+        storage, (N, K) = codec_of(self.spec).storage, self.shape
+        few, many = storage(self.spec, (N, K)), storage(self.spec, (2 * N, K))
+        return any(few[part] == many[part] for part in few)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
         """Take tensors by name, "" for the dense weight; what was taken."""
@@ -154,7 +177,7 @@ class ShardedWeight(torch.nn.Module):
             raise ArgumentError("weight", "packed and dense pieces", "are one weight", "Quantize all of them, or none.")
         with torch.no_grad():
             if self._meta is not None and dense:
-                rlk.quantize(torch.cat(dense), self.spec, out=self.tensor)
+                rlk.quantize(torch.cat(dense), self.spec, out=self._whole(self._meta))
                 return
             made = stack(packed) if packed else rlk.quantize(torch.cat(dense), self.spec, dtype=self.dtype)
             self._install(rlk.prepack(made) if self.prepack else made)
@@ -170,7 +193,7 @@ class ShardedWeight(torch.nn.Module):
             self._put(name, part)
 
     def _put(self, name: str, value: Tensor) -> None:
-        """A parameter that knows how it is read."""
-        param: Any = torch.nn.Parameter(value, requires_grad=False)
-        param.weight_loader = partial(self.weight_loader, name=name)
-        self.register_parameter(name, param)
+        """A tensor that knows how it is read."""
+        held: Any = value.detach()
+        held.weight_loader = partial(self.weight_loader, name=name)
+        setattr(self, name, held)

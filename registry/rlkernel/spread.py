@@ -1,0 +1,48 @@
+"""Tensors that are spread over ranks: a DTensor in a call is refused by name, with what to pass in its place.
+
+Nothing is taken apart here. The same Shard(0) of a head means two things: under FSDP ranks have tokens of their own and
+the head is to be gathered; under tensor parallelism they have the same tokens, and each its part of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from rlkernel_core.errors import ArgumentTypeError
+
+
+def refuse(call: Any) -> None:
+    """Refuse a call of which an argument is a DTensor.
+
+    Raises:
+        ArgumentTypeError: it names the argument, its placements and the two ways on.
+    """
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    if module is None:  # nobody can have made one
+        return
+    for name, x in _arguments(call):
+        if isinstance(x, module.DTensor):
+            placed = ", ".join(map(str, x.placements))
+            over = x.device_mesh.mesh_dim_names or tuple(range(x.device_mesh.ndim))
+            raise ArgumentTypeError(
+                name,
+                f"a DTensor {list(x.shape)}, ({placed}) over mesh ({', '.join(map(str, over))})",
+                "must be a tensor of this rank",
+                f"Pass {name}.full_tensor(), as under FSDP, whose ranks have tokens of their own; or, where ranks have "
+                f"the same tokens and each a part of the vocabulary, {name}.to_local() with "
+                f"group={name}.device_mesh.get_group(), to operators that take a group.",
+            )
+
+
+def _arguments(call: Any) -> Iterator[tuple[str, Any]]:
+    """Arguments of a record by name, those in a list or a table too."""
+    for name in call.__dataclass_fields__:
+        x = getattr(call, name)
+        if isinstance(x, list | tuple):
+            yield from ((f"{name}[{i}]", each) for i, each in enumerate(x))
+        elif isinstance(x, dict):
+            yield from ((f"{name}[{key!r}]", each) for key, each in x.items())
+        else:
+            yield name, x

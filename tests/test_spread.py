@@ -1,0 +1,47 @@
+"""Tensors that are spread over ranks are refused by name, whatever was called before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+import rlkernel as rlk
+
+HIDDEN, HEAD, LOGITS = torch.randn(3, 16), torch.randn(50, 16), torch.randn(3, 50)
+IDS = torch.tensor([1, 2, 3])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrapped", [lambda x: x, torch.nn.Parameter], ids=["tensor", "parameter"])
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
+def test_a_head_that_is_spread_is_refused_by_name_after_a_call_of_its_shape(mesh, placement, wrapped) -> None:
+    want = rlk.linear_logprob(HIDDEN, HEAD, IDS).logprob
+    head = wrapped(distribute_tensor(HEAD, mesh, [placement]))
+    with pytest.raises(rlk.ArgumentTypeError, match=r"weight: must be a tensor of this rank; got a DTensor \[50, 16\]"):
+        rlk.linear_logprob(HIDDEN, head, IDS)
+    local = rlk.linear_logprob(HIDDEN, head.to_local(), IDS, group=head.device_mesh.get_group()).logprob
+    whole = rlk.linear_logprob(HIDDEN, head.full_tensor(), IDS).logprob
+    assert torch.equal(local, want)
+    assert torch.equal(whole, want)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("logits", lambda x: rlk.logprob(x, IDS)),
+        ("logits", lambda x: rlk.sample(x, seed=3, step=torch.arange(3))),
+        ("logits", lambda x: rlk.logprob.bind(LOGITS, IDS)(x, IDS)),
+    ],
+    ids=["logprob", "sample", "bound"],
+)
+def test_logits_that_are_spread_are_refused_with_their_placements_and_the_remedy(mesh, name, call) -> None:
+    with pytest.raises(rlk.ArgumentTypeError, match=rf"^{name}: .*over mesh \(tp\).*{name}\.to_local\(\) with group="):
+        call(distribute_tensor(LOGITS, mesh, [Shard(1)]))
