@@ -32,6 +32,7 @@ RUNS = {
     "test_transformers": "transformers",
     "test_transformers_exact": "transformers",
     "test_transformers_exact_generate": "transformers",
+    "test_transformers_exact_machine": "transformers",
     "test_trl": "trl",
     "test_trl_exact": "trl",
     "test_torchao": "torchao",
