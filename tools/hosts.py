@@ -35,6 +35,7 @@ RUNS = {
     "test_transformers_exact_machine": "transformers",
     "test_trl": "trl",
     "test_trl_exact": "trl",
+    "test_peft_exact": "peft",
     "test_torchao": "torchao",
     "test_sglang": "sglang",
     "test_verl": "verl",

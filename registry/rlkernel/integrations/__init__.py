@@ -29,6 +29,7 @@ HOSTS: Final = (  # modules here, each with a `HOST`
     "transformers",
     "transformers_exact",
     "transformers_quant",
+    "peft_lora",
     "torchao",
     "sglang",
     "vllm",

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 import rlkernel as rlk
+from rlkernel.integrations import peft_lora
 from rlkernel.integrations.host import registered
 from rlkernel.integrations.transformers_exact import HOST, NAME, attention_by, places
 from rlkernel.nn.exact import ACTIVATIONS, ExactGatedMLP, ExactLinear, ExactQuantLinear, ExactRMSNorm
@@ -37,8 +38,8 @@ from rlkernel_core.errors import ArgumentError, HostError
 
 # Ends of the names of classes without parameters that compute nothing, or single elements.
 HARMLESS: Final = (
-    "ModuleList", "ModuleDict", "Sequential", "Identity", "Embedding", "Dropout", "RotaryEmbedding", "Attention",
-    "DecoderLayer", "Model", "ForCausalLM", *ACTIVATIONS,
+    "ModuleList", "ModuleDict", "ParameterDict", "Sequential", "Identity", "Embedding", "Dropout", "RotaryEmbedding",
+    "Attention", "DecoderLayer", "Model", "ForCausalLM", *ACTIVATIONS,
 )  # fmt: skip
 OPERATORS_USED: Final = ("linear", "rms_norm", "glu", "attention")
 APART: Final = {torch.float64: 1e-9, torch.float32: 1e-3}  # of logits before and after, relative; 16 bits: 0.1
@@ -162,14 +163,14 @@ def exact(model: Any, *, force: bool = False) -> Exact:
     found = HOST.require(force=force)
     utils, masks = (import_module(f"transformers.{n}") for n in ("modeling_utils", "masking_utils"))
     if not isinstance(model, utils.PreTrainedModel):
-        fix = "Pass what AutoModelForCausalLM.from_pretrained gives."
+        fix = "Pass what AutoModelForCausalLM.from_pretrained gives; of PEFT's model, get_base_model()."
         raise ArgumentError("model", type(model).__name__, "is no model of transformers", fix)
     if model.config._attn_implementation == NAME:  # noqa: SLF001 it has no other name
         raise HostError(f"{type(model).__name__} is exact already; undo() what exact() returned before")
     entry = registered(HOST, found, "AttentionInterface: rlkernel", "modules of a model")
     utils.AttentionInterface.register(NAME, attention_by(entry.calls))
     masks.AttentionMaskInterface.register(NAME, places)
-    made = dict(_replacements(model))
+    made = dict(_replacements(model, force=force))
     before = _logits(model)
     attention = model.config._attn_implementation  # noqa: SLF001 it has no other name
     done = Exact(model, {path: model.get_submodule(path) for path in made}, attention)
@@ -233,7 +234,7 @@ def _apart(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - want).norm() / want.norm())
 
 
-def _replacements(model: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+def _replacements(model: Any, *, force: bool) -> Iterator[tuple[str, torch.nn.Module]]:
     """Paths, and the module that replaces the one there; a module comes before those within it."""
     for path, module in model.named_modules():
         name = type(module).__name__
@@ -241,6 +242,8 @@ def _replacements(model: Any) -> Iterator[tuple[str, torch.nn.Module]]:
             yield path, ExactLinear(module)
         elif isinstance(module, QuantLinear):
             yield path, ExactQuantLinear(module)
+        elif peft_lora.is_layer(module):
+            peft_lora.check(path, module, force=force)  # it stays: its products are layers within it
         elif all(hasattr(module, part) for part in ("gate_proj", "up_proj", "down_proj", "act_fn")):
             activation = ACTIVATIONS.get(type(module.act_fn).__name__)
             if activation is None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import rlkernel as rlk
+from rlkernel.integrations import peft_lora
 from rlkernel.integrations.transformers_pages import paged_cache
 from rlkernel.nn.linear import QuantLinear
 from rlkernel.nn.page_plan import PagePlan
@@ -164,12 +165,13 @@ def adapters(model: Any) -> Iterator[Any]:
     for path, module in model.named_modules():
         if isinstance(module, QuantLinear) and module.lora is not None:
             yield path, module.lora_scale
+    yield from peft_lora.baked(model)
 
 
 def head_of(model: Any, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
     """A model's head [V, D] as it multiplies hidden states of a dtype, and what else it does to logits."""
     head = model.get_output_embeddings()
-    if isinstance(head, QuantLinear) and head.lora is not None:
+    if peft_lora.is_layer(head) or (isinstance(head, QuantLinear) and head.lora is not None):
         raise HostError("the head has LoRA, which neither the draw nor the score by its weight would see; merge it")
     weight = rlk.dequantize(head.weight, dtype=dtype) if isinstance(head, QuantLinear) else head.weight
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
