@@ -311,6 +311,7 @@ CHANGES: Mapping[str, Callable[[], Changes]] = {
     "group_filter": rewards.group_filter,
     "shape_rewards": rewards.shape_rewards,
     "linear": linear,
+    "grouped_linear": lambda: {"bias": Change(draw(3, V, seed=4))},
     "rms_norm": lambda: {"residual": Change(draw(N, D, seed=5)), "offset": Change(1.0)},
     "rope": rope,
     "attention": attention,

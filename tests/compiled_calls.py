@@ -77,6 +77,7 @@ EXAMPLES = (
     example("whiten", mask=tokens()),
     example("group_filter"),
     example("linear", bias=draw(V, seed=4), residual=draw(N, V, seed=5)),
+    example("grouped_linear", bias=draw(3, V, seed=4)),
     example("rms_norm"),
     example("glu"),
     example("rope"),

@@ -95,6 +95,7 @@ FINE: dict[str, tuple[str, ...]] = {
     "qmatmul.x": SIZES[:4],
     "linear.x": ("one more dimension", "a dimension less", "a row less", "a row more"),
     "linear.weight": ("a row less", "a row more"),
+    "grouped_linear.x": ("a row less", "a row more"),
     "rms_norm.x": ("one more dimension", "a dimension less", "a row less", "a row more"),
     # tokens that no sequence holds do not count
     "cu_seqlens": ("a row less", "a row more"),

@@ -218,6 +218,21 @@ class _GroupFilter(_GroupFilterFunction[GroupFilterResult], Operator, Protocol):
 
 group_filter: _GroupFilter
 
+class _GroupedLinearFunction(Protocol[_R_co]):
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        ends: Tensor,
+        *,
+        bias: Tensor | None = None,
+    ) -> _R_co: ...
+
+class _GroupedLinear(_GroupedLinearFunction[Tensor], Operator, Protocol):
+    bind: _GroupedLinearFunction[_GroupedLinearFunction[Tensor]]
+
+grouped_linear: _GroupedLinear
+
 class _LinearFunction(Protocol[_R_co]):
     def __call__(
         self,

@@ -35,6 +35,7 @@ _WHERE: Final[dict[str, str]] = {
     "shape_rewards": "shape_rewards:SPEC",
     "rollout_buffer": "rollout_buffer:SPEC",
     "linear": "linear:SPEC",
+    "grouped_linear": "grouped_linear:SPEC",
     "rms_norm": "rms_norm:SPEC",
     "rope": "rope:SPEC",
     "glu": "glu:SPEC",

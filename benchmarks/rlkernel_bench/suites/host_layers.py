@@ -44,6 +44,21 @@ LAYERS: Final = (
         dtype="bfloat16",
     ),
     Case(
+        "grouped_linear",
+        {"T": 8, "E": 4, "K": 256, "N": 256},
+        lambda draw: {
+            "x": draw.normal(8, 256, dtype="bfloat16"),
+            "weight": draw.normal(4, 256, 256, dtype="bfloat16"),
+            "ends": draw.ids(1, 4).int() + 8,
+        },
+        lambda op, g: op(g["x"], g["weight"], g["ends"]),
+        lambda r: {"y": r},
+        lambda g: {"y": functional.linear(g["x"], g["weight"][0])},
+        "linear",
+        wanted=("x", "weight"),
+        dtype="bfloat16",
+    ),
+    Case(
         "rms_norm",
         {"N": 8, "D": 256},
         lambda draw: {"x": draw.normal(8, 256, dtype="bfloat16"), "weight": draw.normal(256, dtype="bfloat16")},

@@ -32,6 +32,7 @@ MODULES: Final = (
     "capture",
     "rollout_buffer",
     "linear",
+    "grouped_linear",
     "rms_norm",
     "rope",
     "glu",
