@@ -320,7 +320,7 @@ LARGE: Final = (
     Groups((1, 3), 300, 11, 0, "float32"),
     Groups((3, 3), 11, 300, 0, "float32"),
     Groups((300, 0, 70), 512, 640, 0, "bfloat16"),
-    Groups((1, 700), 896, 1408, 0, "bfloat16"),
+    Groups((1, 4200), 512, 640, 0, "bfloat16"),
 )
 
 
