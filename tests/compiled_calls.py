@@ -78,6 +78,8 @@ EXAMPLES = (
     example("group_filter"),
     example("linear", bias=draw(V, seed=4), residual=draw(N, V, seed=5)),
     example("grouped_linear", bias=draw(3, V, seed=4)),
+    example("route"),
+    example("route", replay=torch.arange(3 * N).view(N, 3), renormalize=True),
     example("rms_norm"),
     example("glu"),
     example("rope"),

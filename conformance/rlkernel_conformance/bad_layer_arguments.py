@@ -98,6 +98,18 @@ OF_LAYERS: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] =
         ("bias", {"bias": torch.zeros(V)}),
         ("bias", {"bias": torch.zeros(3, V).bfloat16()}),
     ],
+    "route": lambda: [
+        ("logits", {"logits": torch.zeros(V)}),
+        ("logits", {"logits": torch.zeros(N, 0)}),
+        ("top_k", {"top_k": 0}),
+        ("top_k", {"top_k": V + 1}),
+        ("top_k", {"top_k": 2.0}),
+        ("replay", {"replay": torch.zeros(N, 2, dtype=torch.int64)}),
+        ("replay", {"replay": torch.zeros(N + 1, 3, dtype=torch.int64)}),
+        ("replay", {"replay": torch.zeros(N, 3)}),
+        ("replay", {"replay": torch.zeros(3 * N, dtype=torch.int64)}),
+        ("renormalize", {"renormalize": 1}),
+    ],
     "rms_norm": lambda: [
         ("x", {"x": torch.tensor(1.0)}),
         ("x", {"x": torch.zeros(N, 0), "weight": torch.zeros(0)}),

@@ -59,6 +59,16 @@ LAYERS: Final = (
         dtype="bfloat16",
     ),
     Case(
+        "route",
+        {"T": 8, "E": 64},
+        lambda draw: {"logits": draw.normal(8, 64)},
+        lambda op, g: op(g["logits"], top_k=8),
+        lambda r: {"gates": r.gates},
+        lambda g: {"gates": g["logits"].softmax(1).topk(8).values},
+        "softmax, topk",
+        wanted=("logits",),
+    ),
+    Case(
         "rms_norm",
         {"N": 8, "D": 256},
         lambda draw: {"x": draw.normal(8, 256, dtype="bfloat16"), "weight": draw.normal(256, dtype="bfloat16")},

@@ -33,6 +33,7 @@ MODULES: Final = (
     "rollout_buffer",
     "linear",
     "grouped_linear",
+    "route",
     "rms_norm",
     "rope",
     "glu",

@@ -36,6 +36,7 @@ from rlkernel_core.spec.qmatmul import PAIRS, QmatmulCall
 from rlkernel_core.spec.quantize import DequantizeCall, PrepackCall, QuantizeCall
 from rlkernel_core.spec.rms_norm import RmsNormCall, RmsNormResult
 from rlkernel_core.spec.rope import RopeCall, RopeResult
+from rlkernel_core.spec.route import RouteCall, RouteResult
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_core.spec.sampling import RequestParams, SampleResult
 from rlkernel_core.spec.shape_rewards import RunningMoments, ShapedRewards, ShapeRewardsCall, sizes
@@ -247,6 +248,12 @@ def _grouped_linear(call: GroupedLinearCall) -> Tensor:
     return call.x.new_empty(call.x.shape[0], call.weight.shape[1])
 
 
+def _route(call: RouteCall) -> RouteResult:
+    (T, E), x = call.logits.shape, call.logits
+    ids, gates = x.new_empty(T, call.top_k, dtype=torch.int64), x.new_empty(T, call.top_k, dtype=_state(x))
+    return RouteResult(gates, ids, ids.new_empty(T * call.top_k), ids.new_empty(E, dtype=torch.int32))
+
+
 def _rms_norm(call: RmsNormCall) -> RmsNormResult:
     y, s = (call.x.new_empty(call.x.shape) for _ in range(2))
     return RmsNormResult(y, None if call.residual is None else s)
@@ -285,6 +292,7 @@ FAKES: Final[Mapping[str, Callable[[Any], Any]]] = {
     "shape_rewards": _shape_rewards,
     "linear": _linear,
     "grouped_linear": _grouped_linear,
+    "route": _route,
     "rms_norm": _rms_norm,
     "rope": _rope,
     "attention": _attention,
