@@ -311,6 +311,12 @@ CHANGES: Mapping[str, Callable[[], Changes]] = {
     "group_filter": rewards.group_filter,
     "shape_rewards": rewards.shape_rewards,
     "linear": linear,
+    "grouped_linear": lambda: {"bias": Change(draw(3, V, seed=4))},
+    "route": lambda: {
+        "top_k": Change(2),
+        "replay": Change(torch.arange(3 * N).view(N, 3)),
+        "renormalize": Change(True),
+    },
     "rms_norm": lambda: {"residual": Change(draw(N, D, seed=5)), "offset": Change(1.0)},
     "rope": rope,
     "attention": attention,

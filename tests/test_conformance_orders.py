@@ -53,7 +53,7 @@ def test_the_table_has_every_call_and_says_why_where_there_is_no_order() -> None
     assert [r for r in rows if not (r.get("hash") or r.get("why"))] == []
 
 
-@pytest.mark.parametrize("op", ["logprob", "linear"])
+@pytest.mark.parametrize("op", ["logprob", "linear", "grouped_linear"])
 def test_a_row_has_one_order_at_every_batch_size_of_the_table(op) -> None:
     rows = [r for r in shipped([f"rlkernel_triton.{op}.launch:prepare"], op) if "hash" in r]
     by_arch = {arch: {r["hash"] for r in rows if r["arch"] == arch} for arch in {r["arch"] for r in rows}}

@@ -19,13 +19,13 @@ NEVER = ("complex64", "float8_e4m3fn")
 # Whose inputs are any real dtype, or floating ones: no list of dtypes stands in the manifest.
 ANY = {"advantage": REAL, "whiten": REAL, "group_filter": REAL, "shape_rewards": REAL, "affine_suffix_scan": REAL[:4]}
 # Whose result is of the dtype of its input, rounded.
-IN_KIND = {"qmatmul", "quantize", "linear", "rms_norm", "rope", "glu"}
+IN_KIND = {"qmatmul", "quantize", "linear", "grouped_linear", "rms_norm", "rope", "glu"}
 # Whose results are of both: rounded ones, and statistics.
 MIXED = {"attention"}
 
 # Whose tensors are all of one dtype, and those of others that have that of the primary one.
 ONE_DTYPE = {"linear"}
-BESIDE = {"rope": ("k",), "attention": ("k", "v")}
+BESIDE = {"grouped_linear": ("weight",), "rope": ("k",), "attention": ("k", "v")}
 
 
 def cast(operator: str, dtype: str) -> dict[str, object]:

@@ -15,7 +15,7 @@ TINY = ("--tokens", "4", "--vocab", "40", "--hidden", "128", "--length", "2", "-
 
 
 def test_operators_without_an_example_compile_nothing_of_their_own() -> None:
-    left = {"capture", "group_filter", "prepack", "rollout_buffer", "shape_rewards", "verify"}
+    left = {"capture", "group_filter", "prepack", "rollout_buffer", "route", "shape_rewards", "verify"}
     assert set(OPERATORS) - set(EXAMPLES_OF) == left
 
 

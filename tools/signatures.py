@@ -68,7 +68,7 @@ def parameters(spec: Any) -> list[str]:
             lines, starred = [*lines, "*"], True
         plain = p.default is None or isinstance(p.default, bool | int | float | str)
         default = "" if p.default is p.empty else f" = {p.default!r}" if plain else " = ..."
-        lines.append(f"{p.name}: {p.annotation}{default.replace(chr(39), chr(34))}")
+        lines.append(f"{p.name}: {p.annotation}{default}".replace(chr(39), chr(34)))
     return lines
 
 

@@ -95,10 +95,13 @@ FINE: dict[str, tuple[str, ...]] = {
     "qmatmul.x": SIZES[:4],
     "linear.x": ("one more dimension", "a dimension less", "a row less", "a row more"),
     "linear.weight": ("a row less", "a row more"),
+    "grouped_linear.x": ("a row less", "a row more"),
+    "route.logits": ("a row less", "a row more", "meta"),
     "rms_norm.x": ("one more dimension", "a dimension less", "a row less", "a row more"),
     # tokens that no sequence holds do not count
     "cu_seqlens": ("a row less", "a row more"),
     "shape_rewards.cu_seqlens": (),
+    "route.top_k": (),
     # rows of q beyond its last entry belong to no sequence
     "attention.cu_q": ("a row less", "a row more"),
     # any real dtype

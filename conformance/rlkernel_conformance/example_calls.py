@@ -201,6 +201,12 @@ def _qmatmul(e: Example) -> Arguments:
     return {"x": x, "w": w if subject.admits(x, w) else arranged(w)}
 
 
+def _grouped_linear(e: Example) -> Arguments:
+    """Three experts, of which one has no rows."""
+    ends = torch.tensor([e.N // 2, e.N // 2, e.N], dtype=torch.int32, device=e.device)
+    return {"x": e.normal(e.N, D), "weight": e.normal(3, V, D, salt=1), "ends": ends}
+
+
 def _attention(e: Example) -> Arguments:
     cu_q = torch.tensor([0, e.N // 2, e.N], dtype=torch.int32, device=e.device)
     return {"q": e.normal(e.N, 4, D), "k": e.normal(e.N, 2, D, salt=1), "v": e.normal(e.N, 2, D, salt=2), "cu_q": cu_q}
@@ -240,6 +246,8 @@ EXAMPLES: Final[Mapping[str, Callable[[Example], Arguments]]] = {
     "shape_rewards": lambda e: {"rewards": e.rewards()},
     "rollout_buffer": _rollout_buffer,
     "linear": lambda e: {"x": e.normal(e.N, D), "weight": e.normal(V, D, salt=1)},
+    "grouped_linear": _grouped_linear,
+    "route": lambda e: {"logits": e.normal(e.N, V), "top_k": 3},
     "rms_norm": lambda e: {"x": e.normal(e.N, D), "weight": e.normal(D, salt=1), "eps": 1e-6},
     "rope": _rope,
     "attention": _attention,

@@ -59,6 +59,10 @@ _SIZES: Final[Mapping[str, tuple[dict[str, int], str, int, dict[str, int]]]] = {
     "group_filter": ({"B": 8192}, "float32", 8, {"B": 1 << 22}),
     "shape_rewards": ({"B": 8192}, "float32", 8, {"B": 1 << 22}),
     "linear": ({"M": 8, "K": 512, "N": 256}, "bfloat16", 4, {"M": 1024, "K": 4096, "N": 6144}),
+    "grouped_linear": (
+        {"T": 32, "E": 4, "K": 256, "N": 128}, "bfloat16", 4, {"T": 16384, "E": 32, "K": 2048, "N": 1536},
+    ),
+    "route": ({"T": 512, "E": 64}, "float32", 8, {"T": 65536, "E": 128}),
     "rms_norm": ({"N": 64, "D": 1024}, "bfloat16", 8, {"N": 8192, "D": 4096}),
     "rope": ({"N": 64, "D": 128}, "bfloat16", 8, {"N": 8192, "D": 128}),
     "attention": ({"B": 4, "T": 64, "D": 64}, "bfloat16", 8, {"B": 8, "T": 1024, "D": 128}),
@@ -123,6 +127,7 @@ _PRODUCTS: Final = {
     "linear_policy_loss": ("B", "T", "D", "V"),
     "qmatmul": ("N", "D", "K"),
     "linear": ("M", "K", "N"),
+    "grouped_linear": ("T", "K", "N"),
 }
 
 
@@ -200,6 +205,12 @@ _DRAWN: Final[Mapping[str, Callable[[Mapping[str, int], _Draw], dict[str, Any]]]
     "group_filter": lambda n, d: {"rewards": d.below(2, n["B"]).to(d.dtype), "group": GROUP},
     "shape_rewards": lambda n, d: {"rewards": d.normal(n["B"])},
     "linear": lambda n, d: {"x": d.normal(n["M"], n["K"]), "weight": d.normal(n["N"], n["K"])},
+    "grouped_linear": lambda n, d: {
+        "x": d.normal(n["T"], n["K"]),
+        "weight": d.normal(n["E"], n["N"], n["K"]),
+        "ends": d.below(n["T"] + 1, n["E"]).sort().values.int(),
+    },
+    "route": lambda n, d: {"logits": d.normal(n["T"], n["E"]), "top_k": 8},
     "rms_norm": lambda n, d: {"x": d.normal(n["N"], n["D"]), "weight": d.normal(n["D"]), "eps": 1e-6},
     "rope": lambda n, d: {
         "q": d.normal(n["N"], 32, n["D"]),

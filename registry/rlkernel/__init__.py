@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for readers and type checkers; a 
     from rlkernel.signatures import dequantize as dequantize
     from rlkernel.signatures import glu as glu
     from rlkernel.signatures import group_filter as group_filter
+    from rlkernel.signatures import grouped_linear as grouped_linear
     from rlkernel.signatures import linear as linear
     from rlkernel.signatures import linear_logprob as linear_logprob
     from rlkernel.signatures import linear_policy_loss as linear_policy_loss
@@ -50,6 +51,7 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for readers and type checkers; a 
     from rlkernel.signatures import rms_norm as rms_norm
     from rlkernel.signatures import rollout_buffer as rollout_buffer
     from rlkernel.signatures import rope as rope
+    from rlkernel.signatures import route as route
     from rlkernel.signatures import sample as sample
     from rlkernel.signatures import shape_rewards as shape_rewards
     from rlkernel.signatures import verify as verify
@@ -110,6 +112,7 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for readers and type checkers; a 
     from rlkernel_core.spec.rollouts import RolloutBuffer as RolloutBuffer
     from rlkernel_core.spec.rollouts import Slots as Slots
     from rlkernel_core.spec.rope import RopeResult as RopeResult
+    from rlkernel_core.spec.route import RouteResult as RouteResult
     from rlkernel_core.spec.sampling import LogitBias as LogitBias
     from rlkernel_core.spec.sampling import Penalties as Penalties
     from rlkernel_core.spec.sampling import SampleResult as SampleResult
@@ -184,6 +187,7 @@ _HOMES: Final = {
         "Slots",
     ),
     "rlkernel_core.spec.rope": ("RopeResult",),
+    "rlkernel_core.spec.route": ("RouteResult",),
     "rlkernel_core.spec.sampling": ("LogitBias", "Penalties", "SampleResult", "Status", "TokenLists"),
     "rlkernel_core.spec.shape_rewards": ("RunningMoments", "ShapedRewards"),
     "rlkernel_core.spec.verify": ("VerifyResult",),

@@ -26,6 +26,7 @@ from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_core.spec.rms_norm import RmsNormResult
 from rlkernel_core.spec.rollouts import Field, RolloutBuffer
 from rlkernel_core.spec.rope import RopeResult
+from rlkernel_core.spec.route import RouteResult
 from rlkernel_core.spec.sampling import LogitBias, Penalties, SampleResult, TokenLists
 from rlkernel_core.spec.shape_rewards import RunningMoments, ShapedRewards
 from rlkernel_core.spec.verify import VerifyResult
@@ -217,6 +218,21 @@ class _GroupFilter(_GroupFilterFunction[GroupFilterResult], Operator, Protocol):
     bind: _GroupFilterFunction[_GroupFilterFunction[GroupFilterResult]]
 
 group_filter: _GroupFilter
+
+class _GroupedLinearFunction(Protocol[_R_co]):
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        ends: Tensor,
+        *,
+        bias: Tensor | None = None,
+    ) -> _R_co: ...
+
+class _GroupedLinear(_GroupedLinearFunction[Tensor], Operator, Protocol):
+    bind: _GroupedLinearFunction[_GroupedLinearFunction[Tensor]]
+
+grouped_linear: _GroupedLinear
 
 class _LinearFunction(Protocol[_R_co]):
     def __call__(
@@ -512,6 +528,21 @@ class _Rope(_RopeFunction[RopeResult], Operator, Protocol):
     bind: _RopeFunction[_RopeFunction[RopeResult]]
 
 rope: _Rope
+
+class _RouteFunction(Protocol[_R_co]):
+    def __call__(
+        self,
+        logits: Tensor,
+        *,
+        top_k: int,
+        replay: Tensor | None = None,
+        renormalize: bool = False,
+    ) -> _R_co: ...
+
+class _Route(_RouteFunction[RouteResult], Operator, Protocol):
+    bind: _RouteFunction[_RouteFunction[RouteResult]]
+
+route: _Route
 
 class _SampleFunction(Protocol[_R_co]):
     def __call__(

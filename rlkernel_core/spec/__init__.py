@@ -35,6 +35,8 @@ _WHERE: Final[dict[str, str]] = {
     "shape_rewards": "shape_rewards:SPEC",
     "rollout_buffer": "rollout_buffer:SPEC",
     "linear": "linear:SPEC",
+    "grouped_linear": "grouped_linear:SPEC",
+    "route": "route:SPEC",
     "rms_norm": "rms_norm:SPEC",
     "rope": "rope:SPEC",
     "glu": "glu:SPEC",

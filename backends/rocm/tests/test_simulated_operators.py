@@ -79,6 +79,19 @@ CASES = {
         ("fp32", lambda: (drawn(3, 90), drawn(20, 90, seed=1)), {"bias": drawn(20, seed=2)}, 1e-5, 2e-5),
         ("bf16", lambda: (drawn(70, 300, dtype=BF16), drawn(20, 300, seed=1, dtype=BF16)), {}, 1e-2, 1e-2),
     ],
+    "grouped_linear": [
+        (
+            "bf16",
+            lambda: (
+                drawn(40, 90, dtype=BF16),
+                drawn(3, 20, 90, seed=1, dtype=BF16),
+                torch.tensor([30, 30, 38], dtype=torch.int32),
+            ),
+            {"bias": drawn(3, 20, seed=2, dtype=BF16)},
+            1e-2,
+            1e-2,
+        ),
+    ],
     "rms_norm": [("fp32", lambda: (drawn(3, 90), drawn(90, seed=1)), {"eps": 1e-5}, 1e-5, 2e-5)],
     "rope": [
         (

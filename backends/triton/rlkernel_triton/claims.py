@@ -114,6 +114,12 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         gradient="rlkernel_triton.linear.launch:LinearPair",
         sums="mma16/c8/f32",
     ),
+    "grouped_linear": Claim(
+        "rlkernel_triton.grouped_linear.launch:prepare",
+        prepared=True,
+        gradient="rlkernel_triton.grouped_linear.launch:GroupedLinearPair",
+        sums="mma16/c8/f32",
+    ),
     "rms_norm": Claim(
         "rlkernel_triton.rms_norm.launch:prepare",
         prepared=True,

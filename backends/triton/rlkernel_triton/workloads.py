@@ -400,6 +400,20 @@ _PRODUCT: Final = {
 }
 
 
+def _by_expert(T: int, E: int, K: int, N: int, dtype: torch.dtype = BF16, *, grad: bool = False) -> Workload:
+    given = {n: _real(*shape, dtype=dtype, grad=grad) for n, shape in (("x", (T, K)), ("weight", (E, N, K)))}
+    given |= {"ends": _real(E, dtype=torch.int32), "bias": _real(E, N, dtype=dtype, grad=grad)}
+    return Workload(given, ("",) if grad else ())
+
+
+_GROUPED: Final = {
+    "bf16, 32 experts, 10 rows of each": _by_expert(330, 32, 2048, 1536),
+    "bf16, 32 experts, 10 rows of each, ragged chunks": _by_expert(330, 32, 896, 1152),
+    "bf16, 32 experts, 200 rows of each": _by_expert(6410, 32, 2048, 1536, grad=True),
+    "fp32, 32 experts, 200 rows of each": _by_expert(6410, 32, 2048, 1536, FP32, grad=True),
+}
+
+
 def _norm(*rows: int, D: int = 4096, dtype: torch.dtype = BF16, grad: bool = False, **more: Any) -> dict[str, Any]:
     x, weight = _real(*rows, D, dtype=dtype, grad=grad), _real(D, dtype=dtype, grad=grad)
     return {"x": x, "weight": weight, "eps": 1e-6, **more}
@@ -481,6 +495,7 @@ WORKLOADS: Final[Mapping[str, Mapping[str, Workload]]] = {
     "advantage": _ADVANTAGE,
     "whiten": _WHITEN,
     "linear": _PRODUCT,
+    "grouped_linear": _GROUPED,
     "rms_norm": _NORM,
     "rope": _ROPE,
     "attention": _ATTENTION,

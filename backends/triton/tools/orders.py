@@ -33,6 +33,7 @@ CALLS: Final = {
     "linear_logprob": ("bfloat16", ("1x64x300", "8x64x300")),
     "whiten": ("float32", ("4x300",)),
     "linear": ("bfloat16", ("1x512x300", "8x512x300", "64x512x300", "8192x512x300")),
+    "grouped_linear": ("bfloat16", ("1x512x300", "8x512x300", "300x512x300")),
     "rms_norm": ("bfloat16", ("1x2000", "8x2000")),
     "rope": ("bfloat16", ("1x2x128", "8x2x128")),
     "policy_loss": ("float32", ("4x300",)),

@@ -34,6 +34,8 @@ MODULES: Final = (
     "capture",
     "rollout_buffer",
     "linear",
+    "grouped_linear",
+    "route",
     "rms_norm",
     "rope",
     "glu",

@@ -69,6 +69,15 @@ def _linear(size: tuple[int, ...], dtype: torch.dtype, g: torch.Generator) -> Ar
     }  # fmt: skip
 
 
+def _grouped_linear(size: tuple[int, ...], dtype: torch.dtype, g: torch.Generator) -> Arguments:
+    """All rows are those of the first of two experts: rows of one expert are alike."""
+    T, K, N = size
+    return {
+        "x": _drawn(g, T, K, dtype=dtype), "weight": _drawn(g, 2, N, K, dtype=dtype),
+        "ends": torch.tensor([T, T], dtype=torch.int32), "bias": _drawn(g, 2, N, dtype=dtype),
+    }  # fmt: skip
+
+
 def _rms_norm(size: tuple[int, ...], dtype: torch.dtype, g: torch.Generator) -> Arguments:
     N, D = size
     return {"x": _drawn(g, N, D, dtype=dtype), "weight": _drawn(g, D, dtype=dtype), "eps": 1e-6}
@@ -95,6 +104,9 @@ PROBES: Final[Mapping[str, Probe]] = {
     "linear": Probe(
         "MxKxN", ("1x512x300", "8x512x300", "64x512x300", "8192x512x300"), _linear, {"x": 1, "residual": 1}, ("y",),
         ("y",), ("x", "weight"),
+    ),
+    "grouped_linear": Probe(
+        "TxKxN", ("1x512x300", "8x512x300", "300x512x300"), _grouped_linear, {"x": 1}, ("y",), ("y",), ("x", "weight"),
     ),
     "rms_norm": Probe(
         "NxD", ("1x2000", "8x2000"), _rms_norm, {"x": 1}, ("y",), ("y",), ("x", "weight"),

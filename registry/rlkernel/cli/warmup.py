@@ -195,6 +195,13 @@ def _linear(m: _Maker) -> Callable[[], Any]:
     return lambda: rlkernel.linear(x, weight, residual=residual)
 
 
+def _grouped_linear(m: _Maker) -> Callable[[], Any]:
+    D, experts = m.sizes.hidden, 8
+    x, weight = m.floats(m.sizes.tokens, D, grad=True), m.floats(experts, D, D, grad=True)
+    ends = m.torch.arange(1, experts + 1, device=x.device, dtype=m.torch.int32) * (m.sizes.tokens // experts)
+    return lambda: rlkernel.grouped_linear(x, weight, ends)
+
+
 def _rms_norm(m: _Maker) -> Callable[[], Any]:
     x, weight = m.floats(m.sizes.tokens, m.sizes.hidden, grad=True), m.floats(m.sizes.hidden, grad=True)
     return lambda: rlkernel.rms_norm(x, weight, eps=1e-6).y
@@ -236,6 +243,7 @@ EXAMPLES_OF: Final[Mapping[str, Callable[[_Maker], Callable[[], Any]]]] = {
     "affine_suffix_scan": lambda m: lambda: rlkernel.affine_suffix_scan(m.scores(), m.scores()).y,
     "whiten": lambda m: lambda: rlkernel.whiten(m.scores()).y,
     "linear": _linear,
+    "grouped_linear": _grouped_linear,
     "rms_norm": _rms_norm,
     "rope": _rope,
     "attention": _attention,

@@ -25,6 +25,7 @@ from rlkernel_core.spec.affine_suffix_scan import AffineSuffixScanCall, ScanResu
 from rlkernel_core.spec.attention import AttentionCall, AttentionResult
 from rlkernel_core.spec.glu import GluCall
 from rlkernel_core.spec.group_filter import GroupFilterCall, GroupFilterResult
+from rlkernel_core.spec.grouped_linear import GroupedLinearCall
 from rlkernel_core.spec.linear import LinearCall
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
@@ -35,6 +36,7 @@ from rlkernel_core.spec.qmatmul import PAIRS, QmatmulCall
 from rlkernel_core.spec.quantize import DequantizeCall, PrepackCall, QuantizeCall
 from rlkernel_core.spec.rms_norm import RmsNormCall, RmsNormResult
 from rlkernel_core.spec.rope import RopeCall, RopeResult
+from rlkernel_core.spec.route import RouteCall, RouteResult
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_core.spec.sampling import RequestParams, SampleResult
 from rlkernel_core.spec.shape_rewards import RunningMoments, ShapedRewards, ShapeRewardsCall, sizes
@@ -242,6 +244,16 @@ def _linear(call: LinearCall) -> Tensor:
     return call.x.new_empty((*call.x.shape[:-1], call.weight.shape[0]))
 
 
+def _grouped_linear(call: GroupedLinearCall) -> Tensor:
+    return call.x.new_empty(call.x.shape[0], call.weight.shape[1])
+
+
+def _route(call: RouteCall) -> RouteResult:
+    (T, E), x = call.logits.shape, call.logits
+    ids, gates = x.new_empty(T, call.top_k, dtype=torch.int64), x.new_empty(T, call.top_k, dtype=_state(x))
+    return RouteResult(gates, ids, ids.new_empty(T * call.top_k), ids.new_empty(E, dtype=torch.int32))
+
+
 def _rms_norm(call: RmsNormCall) -> RmsNormResult:
     y, s = (call.x.new_empty(call.x.shape) for _ in range(2))
     return RmsNormResult(y, None if call.residual is None else s)
@@ -279,6 +291,8 @@ FAKES: Final[Mapping[str, Callable[[Any], Any]]] = {
     "group_filter": _group_filter,
     "shape_rewards": _shape_rewards,
     "linear": _linear,
+    "grouped_linear": _grouped_linear,
+    "route": _route,
     "rms_norm": _rms_norm,
     "rope": _rope,
     "attention": _attention,

@@ -15,12 +15,13 @@ from rlkernel_triton.interpreted import backend
 
 # Operator -> clauses that are left to GPUs, besides those that every operator has: many draws, rows
 # or options, bytes that are counted, and graphs take minutes here; and NumPy sums a row of a product by its place, at
-# odd widths too, so that the bits of a batch (LN-13, LL-27) say nothing here.
+# odd widths too, so that the bits of a batch (LN-13, GN-15, GN-16, LL-27) say nothing here.
 LEFT = {
     "affine_suffix_scan": ("SC-13", "SC-14"),
     "advantage": ("AD-24", "AD-26"),
     "whiten": ("WH-03", "WH-13"),
     "linear": ("LN-13", "LN-14"),
+    "grouped_linear": ("GN-15", "GN-16", "GN-17"),
     "rms_norm": ("RN-12",),
     "rope": ("RO-14", "RO-15"),
     "attention": ("AT-16", "AT-17"),

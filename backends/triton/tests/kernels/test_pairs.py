@@ -90,6 +90,13 @@ CALLS = {
             **CALLS["linear"]["plain"](d), "bias": draw(d, V, seed=4), "residual": draw(d, N, V, seed=5),
         },
     },
+    "grouped_linear": {
+        "plain": lambda d: {
+            "x": draw(d, N, D), "weight": draw(d, 3, V, D, seed=1),
+            "ends": torch.tensor([2, 2, N - 1], device=d, dtype=torch.int32),
+        },
+        "bias": lambda d: {**CALLS["grouped_linear"]["plain"](d), "bias": draw(d, 3, V, seed=4)},
+    },
     "attention": {
         "plain": lambda d: {
             "q": draw(d, N, 4, 16), "k": draw(d, N, 2, 16, seed=1), "v": draw(d, N, 2, 16, seed=2),

@@ -144,3 +144,39 @@ def test_log_probabilities_and_their_gradient_are_those_of_the_definition() -> N
     torch.testing.assert_close(out.entropy.double(), want.entropy, atol=2e-5, rtol=1e-5)
     (a,), (b,) = (torch.autograd.grad(o.logprob.sum(), [t]) for o, t in ((out, mine), (want, theirs)))
     torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=1e-4)
+
+
+def derived(op, target, given, up):
+    """Hashes of the result and of all gradients; every float is (value, index of its name)."""
+    trace = Trace(OrderLauncher(target, "bits"), op)
+    leaves = {n: x if n == "ends" else x[0].clone().requires_grad_() for n, x in given.items()}
+    arriving = up[0].clone()
+    for name, x, index in [(n, leaves[n].detach(), given[n][1]) for n in leaves.keys() - {"ends"}]:
+        trace.name(x, leaf(name, index, x.element_size() // 2))
+    trace.name(arriving, leaf("up", up[1], arriving.element_size() // 2))
+    y = trace.run(OPERATORS[op].call(**leaves))
+    wanted = [n for n in leaves if n != "ends"]
+    grads = torch.autograd.grad(y, [leaves[n] for n in wanted], arriving)
+    return {n: trace.hashes(x) for n, x in zip(["y", *wanted], [y.detach(), *grads], strict=True)}
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("sizes", [(3, 0, 2), (200, 1, 60)])
+def test_rows_of_an_expert_add_as_linear_does(sizes, target) -> None:
+    """Results, and gradients of rows and weights: tiles for few rows of an expert and for many, chunks of any size."""
+
+    def named(*shape, seed):
+        return drawn(*shape, seed=seed, dtype=torch.bfloat16), np.arange(int(np.prod(shape))).reshape(shape)
+
+    E, T, K, N = len(sizes), sum(sizes) + 1, 144, 48
+    x, up, weight = named(T, K, seed=0), named(T, N, seed=1), named(E, N, K, seed=2)
+    ends = torch.tensor(sizes).cumsum(0).int()
+    found = derived("grouped_linear", target, {"x": x, "weight": weight, "ends": ends}, up)
+    for e, end in enumerate(ends.tolist()):
+        rows = slice(end - sizes[e], end)
+        if sizes[e]:
+            one = {"x": [a[rows] for a in x], "weight": [a[e] for a in weight]}
+            want = derived("linear", target, one, [a[rows] for a in up])
+            mine = {"y": found["y"][rows], "x": found["x"][rows], "weight": found["weight"][e]}
+            assert {n: h.tolist() for n, h in mine.items()} == {n: h.tolist() for n, h in want.items()}
+    assert not found["y"][ends[-1] :].any()  # rows of no expert are 0, whose bits are known

@@ -1,0 +1,1 @@
+"""The operator grouped_linear@1: `launch.prepare`."""
