@@ -25,6 +25,8 @@ CLASSES = {
     "qwen3": ("Qwen3Config", HEADS),
     "mistral": ("MistralConfig", {"sliding_window": 6}),
     "gemma2": ("Gemma2Config", {**HEADS, "sliding_window": 6, "query_pre_attn_scalar": 12}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**HEADS, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": None}),
     "gemma3": ("Gemma3TextConfig", {**HEADS, "sliding_window": 6, "query_pre_attn_scalar": 12}),
 }
 B, P, T = 3, 5, 14
@@ -192,3 +194,37 @@ def test_the_first_module_that_differs_is_named() -> None:
         mlp.up_proj = OfMany(mlp.up_proj)
         found = first_difference(Pretrained("", model), IDS)
         assert (found.module, found.kind, found.token) == ("model.layers.1.mlp.up_proj", "OfMany", 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("mixtral", {"router_jitter_noise": 0.1}, "has router_jitter_noise"),
+        ("qwen3_moe", {"output_router_logits": True}, "output_router_logits asks for what"),
+    ],
+)
+def test_a_mixture_of_experts_that_has_more_is_refused(name, change, said, monkeypatch) -> None:
+    kind, more = CLASSES[name]
+    monkeypatch.setitem(CLASSES, name, (kind, more | change))
+    with pytest.raises(rlk.HostError, match=said):
+        rlk.exact(decoder(name))
+
+
+def test_the_operators_of_experts_are_among_those_that_ran() -> None:
+    with rlk.exact(decoder("qwen3_moe")) as exact:
+        assert {"route", "grouped_linear"} < exact.ran.keys()
+
+
+def test_rows_of_one_token_are_summed_in_the_order_of_its_experts() -> None:
+    """The gradient of a token has the bits of the token alone, whatever others are routed."""
+    model = decoder("qwen3_moe")
+    with rlk.exact(model):
+        moe = model.model.layers[0].mlp
+        x = torch.randn(9, 64, generator=torch.Generator().manual_seed(3))
+        up = torch.randn(9, 64, generator=torch.Generator().manual_seed(4))
+
+        def gradient(rows: slice) -> Tensor:
+            leaf = x[rows].clone().requires_grad_()
+            return torch.autograd.grad(moe(leaf[None])[0], leaf, up[rows])[0]
+
+        assert torch.equal(gradient(slice(4, 5)), gradient(slice(None))[4:5])

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import rlkernel as rlk
 from rlkernel.nn.linear import QuantLinear
+from rlkernel_core.errors import HostError
 
 # torch's function -> the operator's activation
 ACTIVATIONS: Final = {
@@ -23,6 +24,18 @@ ACTIVATIONS: Final = {
     "GELUTanh": "gelu_tanh",
     "PytorchGELUTanh": "gelu_tanh",
 }
+
+
+def activation_of(path: str, act_fn: torch.nn.Module) -> str:
+    """Glu's name of an activation of torch.
+
+    Raises:
+        HostError: it has none.
+    """
+    found = type(act_fn).__name__
+    if found not in ACTIVATIONS:
+        raise HostError(f"{path} is a {found}; glu computes {', '.join(ACTIVATIONS)}. Nothing was changed")
+    return ACTIVATIONS[found]
 
 
 class ExactLinear(torch.nn.Linear):

@@ -28,7 +28,8 @@ import rlkernel as rlk
 from rlkernel.integrations import peft_lora
 from rlkernel.integrations.host import registered
 from rlkernel.integrations.transformers_exact import HOST, NAME, attention_by, places
-from rlkernel.nn.exact import ACTIVATIONS, ExactGatedMLP, ExactLinear, ExactQuantLinear, ExactRMSNorm
+from rlkernel.nn.exact import ACTIVATIONS, ExactGatedMLP, ExactLinear, ExactQuantLinear, ExactRMSNorm, activation_of
+from rlkernel.nn.exact_moe import ExactMoE, exact_moe, is_moe
 from rlkernel.nn.generate import Generated, rollout
 from rlkernel.nn.generate_checks import check_decisions, check_elsewhere, ends_of, prompt_rows
 from rlkernel.nn.linear import QuantLinear
@@ -42,6 +43,7 @@ HARMLESS: Final = (
     "Attention", "DecoderLayer", "Model", "ForCausalLM", *ACTIVATIONS,
 )  # fmt: skip
 OPERATORS_USED: Final = ("linear", "rms_norm", "glu", "attention")
+OF_EXPERTS: Final = ("route", "grouped_linear")
 APART: Final = {torch.float64: 1e-9, torch.float32: 1e-3}  # of logits before and after, relative; 16 bits: 0.1
 
 
@@ -148,7 +150,7 @@ def exact(model: Any, *, force: bool = False) -> Exact:
     """Compute a decoder of transformers (Llama, Qwen, Mistral, Gemma classes) by operators of exact bits.
 
     Args:
-        model: a causal language model of transformers with dense MLPs; quantized layers of `rlkernel.nn` may be in it.
+        model: a causal language model of transformers; quantized layers of `rlkernel.nn` may be in it.
         force: take a version of transformers outside the window, too, if its symbols are what they were.
 
     Returns:
@@ -204,7 +206,8 @@ def _logits(model: Any, *, graded: bool = False) -> Tensor:
 def _targets(model: Any, *, graded: bool = False) -> dict[str, Decision]:
     """What takes the calls of each operator."""
     _logits(model, graded=graded)
-    found = {op: rlk.last_decision(op) for op in OPERATORS_USED}
+    experts = any(isinstance(module, ExactMoE) for module in model.modules())
+    found = {op: rlk.last_decision(op) for op in (*OPERATORS_USED, *(OF_EXPERTS if experts else ()))}
     missing = [op for op, decision in found.items() if decision is None]
     if missing:
         raise HostError(f"{type(model).__name__} never calls {missing[0]}: exact() knows no such decoder")
@@ -236,34 +239,42 @@ def _apart(found: Tensor, expected: Tensor) -> float:
 
 def _replacements(model: Any, *, force: bool) -> Iterator[tuple[str, torch.nn.Module]]:
     """Paths, and the module that replaces the one there; a module comes before those within it."""
+    moe = None  # path of the last mixture of experts: what is in it is replaced with it
     for path, module in model.named_modules():
-        name = type(module).__name__
-        if type(module) is torch.nn.Linear:
-            yield path, ExactLinear(module)
-        elif isinstance(module, QuantLinear):
-            yield path, ExactQuantLinear(module)
-        elif peft_lora.is_layer(module):
-            peft_lora.check(path, module, force=force)  # it stays: its products are layers within it
-        elif all(hasattr(module, part) for part in ("gate_proj", "up_proj", "down_proj", "act_fn")):
-            activation = ACTIVATIONS.get(type(module.act_fn).__name__)
-            if activation is None:
-                raise HostError(
-                    f"{path}.act_fn is a {type(module.act_fn).__name__}; glu computes {', '.join(ACTIVATIONS)}. "
-                    "Nothing was changed"
-                )
-            yield path, ExactGatedMLP(module, activation)
-        elif name.endswith("RMSNorm"):
-            yield path, _norm(path, module)
-        elif any(kind in str(getattr(module, "rope_type", "")) for kind in ("dynamic", "longrope")):
-            raise HostError(
-                f"{path} has rotary angles of kind {module.rope_type}, which depend on the longest sequence of a "
-                "batch. Nothing was changed"
-            )
-        elif not name.endswith(HARMLESS) or (_has_parameters(module) and not isinstance(module, torch.nn.Embedding)):
-            raise HostError(
-                f"{path} is a {name}, which has no exact form: exact() takes dense decoders of the Llama, Qwen, "
-                "Mistral and Gemma classes. Nothing was changed"
-            )
+        if moe is not None and path.startswith(f"{moe}."):
+            continue
+        if is_moe(module):
+            moe = path
+            yield path, exact_moe(path, module, model.config.get_text_config())
+        elif (made := _replacement(path, module, force=force)) is not None:
+            yield path, made
+
+
+def _replacement(path: str, module: Any, *, force: bool) -> torch.nn.Module | None:
+    """What replaces a module; None where it stays."""
+    name = type(module).__name__
+    if type(module) is torch.nn.Linear:
+        return ExactLinear(module)
+    if isinstance(module, QuantLinear):
+        return ExactQuantLinear(module)
+    if all(hasattr(module, part) for part in ("gate_proj", "up_proj", "down_proj", "act_fn")):
+        return ExactGatedMLP(module, activation_of(f"{path}.act_fn", module.act_fn))
+    if name.endswith("RMSNorm"):
+        return _norm(path, module)
+    if peft_lora.is_layer(module):
+        peft_lora.check(path, module, force=force)  # it stays: its products are layers within it
+        return None
+    if any(kind in str(getattr(module, "rope_type", "")) for kind in ("dynamic", "longrope")):
+        raise HostError(
+            f"{path} has rotary angles of kind {module.rope_type}, which depend on the longest sequence of a "
+            "batch. Nothing was changed"
+        )
+    if not name.endswith(HARMLESS) or (_has_parameters(module) and not isinstance(module, torch.nn.Embedding)):
+        raise HostError(
+            f"{path} is a {name}, which has no exact form: exact() takes decoders of the Llama, Qwen, Mistral, Mixtral "
+            "and Gemma classes. Nothing was changed"
+        )
+    return None
 
 
 def _has_parameters(module: torch.nn.Module) -> bool:
