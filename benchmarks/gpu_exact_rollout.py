@@ -2,6 +2,8 @@
 
     python benchmarks/gpu_exact_rollout.py --toy                                     # on this CPU, seconds
     python benchmarks/gpu_exact_rollout.py --layers 36 --updates 5 --output exact.json     # Qwen3-8B's shape, one GPU
+    python benchmarks/gpu_exact_rollout.py --weights int4_g128 --lora 16                   # quantized layers, and LoRA
+    python benchmarks/gpu_exact_rollout.py --experts 64 --layers 12                        # Qwen3-30B-A3B's experts
 
 Each update: a rollout that is captured, prompts to draws; then the trainer's forward and backward over the same
 sequences with a clipped policy loss on random advantages, and a step of SGD. Weights are random, made on the device.
@@ -31,6 +33,7 @@ import transformers
 from torch import Tensor
 
 import rlkernel as rlk
+from rlkernel.nn import QuantLinear, QuantPolicy, quantize_model
 from rlkernel_core.files import write_json
 
 QWEN3_8B = {
@@ -38,6 +41,7 @@ QWEN3_8B = {
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "rope_theta": 1e6,
     "tie_word_embeddings": False,
 }  # fmt: skip
+EXPERTS = {"hidden_size": 2048, "num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts_per_tok": 8}
 TOY = {
     "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "max_position_embeddings": 256, "tie_word_embeddings": False,
@@ -57,6 +61,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--new", type=int, help="tokens drawn for a sequence")
     parser.add_argument("--micro", type=int, help="sequences of a backward pass")
     parser.add_argument("--page", type=int, default=64, help="keys of a page")
+    parser.add_argument("--weights", default="dense", help="format of the layers, as in int4_g128 or fp8_channel")
+    parser.add_argument("--lora", type=int, default=0, help="rank of LoRA beside quantized layers; 0 for none")
+    parser.add_argument("--experts", type=int, default=0, help="of a mixture, Qwen3-MoE; 0 for a dense MLP")
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--top-p", type=float, default=0.95, help="1 for none: the stock loop sorts the vocabulary")
@@ -78,9 +85,17 @@ def model_of(given: argparse.Namespace) -> Any:
     """A decoder of random weights in bf16, made on the device; its backward pass computes layers again."""
     sizes = TOY if given.toy else QWEN3_8B
     config = transformers.Qwen3Config(**sizes, num_hidden_layers=given.layers)
+    if given.experts:
+        experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 32} if given.toy else EXPERTS
+        sizes = {**sizes, **experts, "num_experts": given.experts, "norm_topk_prob": True}
+        config = transformers.Qwen3MoeConfig(**sizes, num_hidden_layers=given.layers)
     torch.manual_seed(0)
     with torch.device(given.device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if given.weights != "dense":
+        quantize_model(model, QuantPolicy(given.weights))
+    for layer in (m for m in model.modules() if isinstance(m, QuantLinear) and given.lora):
+        layer.add_lora(given.lora, 2.0 * given.lora)
     newer = "activation_checkpointing_enable"  # what transformers 5.23 calls it
     getattr(model, newer if hasattr(model, newer) else "gradient_checkpointing_enable")({"use_reentrant": False})
     return model
@@ -219,15 +234,17 @@ def update(loop: Any, prompts: Tensor, n: int, given: argparse.Namespace) -> dic
             loss.backward()
             found.append(trained.detach())
         with torch.no_grad():
-            for p in model.parameters():
+            for p in (p for p in model.parameters() if p.grad is not None):
                 p.add_(p.grad, alpha=-given.lr)
                 p.grad = None
         return torch.cat(found)
 
     model.train()
-    before = model.model.layers[0].mlp.up_proj.weight.detach().clone()
+    trainable = [p for p in model.model.layers[0].parameters() if p.requires_grad and p.dim() > 1]
+    probe = (trainable or [model.lm_head.weight])[-1]
+    before = probe.detach().clone()
     found, trainer = clocked(given.device, train)
-    changed = (model.model.layers[0].mlp.up_proj.weight != before).float().mean()
+    changed = (probe != before).float().mean()
     differ = (found.float().view(torch.int32) != said.float().view(torch.int32)).sum()
     return {
         "tokens": said.numel(),
@@ -273,7 +290,8 @@ def run(kind: Any, model: Any, given: argparse.Namespace) -> dict[str, Any]:
 def main(words: list[str] | None = None) -> None:
     """Both loops, one after the other, on one model."""
     given = arguments(words)
-    rlk.configure(*filter(None, given.order.split(",")), need=["batch_invariant"])
+    exact = ("linear", "rms_norm", "glu", "attention", "lm_head_sample", "linear_logprob", "grouped_linear", "route")
+    rlk.configure(*filter(None, given.order.split(",")), **{op: {"need": ["batch_invariant"]} for op in exact})
     model = model_of(given)
     result: dict[str, Any] = {
         "arguments": {n: str(x) if isinstance(x, Path) else x for n, x in vars(given).items()},

@@ -380,9 +380,10 @@ def test_the_snippet_of_the_page_draws_and_trains_with_equal_bits() -> None:
 
 
 @pytest.mark.usefixtures("fresh")
-def test_the_benchmark_of_a_gpu_runs_as_a_toy_and_finds_no_bit_that_differs(tmp_path, capsys) -> None:
+@pytest.mark.parametrize("options", [[], ["--weights", "int4_g32", "--lora", "4"], ["--experts", "5"]], ids=str)
+def test_the_benchmark_of_a_gpu_runs_as_a_toy_and_finds_no_bit_that_differs(options, tmp_path, capsys) -> None:
     main = runpy.run_path(str(ROOT / "benchmarks" / "gpu_exact_rollout.py"))["main"]
-    main(["--toy", "--updates", "1", "--device", "cpu", "--output", str(tmp_path / "exact.json")])
+    main(["--toy", "--updates", "1", "--device", "cpu", "--output", str(tmp_path / "exact.json"), *options])
     found = json.loads((tmp_path / "exact.json").read_text())
     assert json.loads(capsys.readouterr().out) == found
     assert (found["exact"]["tokens"], found["exact"]["differ"], found["stock"]["tokens"]) == (48, 0, 48)

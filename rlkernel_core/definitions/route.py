@@ -17,8 +17,8 @@ def softmax(x):
 
 
 def gates(logits, ids, *, renormalize=False):
-    """Gates [T, k] of ids, of which those that are no expert have 0."""
-    out = np.zeros(ids.shape)
+    """Gates [T, k] of ids: 0 at -1, and NaN at others that are no expert."""
+    out = np.where((ids < -1) | (ids >= logits.shape[1]), np.nan, 0.0)
     for t, row in enumerate(ids):
         known = (row >= 0) & (row < logits.shape[1])
         if known.any():
@@ -29,7 +29,7 @@ def gates(logits, ids, *, renormalize=False):
 
 def gates_gradient(logits, ids, g, *, renormalize=False):
     """Gradient of sum(g gates) with respect to logits, and the sum of the sizes of g gates of each token."""
-    p = gates(logits, ids, renormalize=renormalize)
+    p = np.nan_to_num(gates(logits, ids, renormalize=renormalize))
     out = np.zeros(logits.shape)
     for t, row in enumerate(ids):
         known = (row >= 0) & (row < logits.shape[1])

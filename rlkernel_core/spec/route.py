@@ -14,8 +14,9 @@ number, and `ends` says where those of each expert end:
 
     rows = x[order // top_k];  y = grouped_linear(rows, weight, ends)
 
-An id outside 0 .. E - 1 in `replay` is no expert: its gate is 0 without a gradient, it counts for no sum, and its pair
-stands behind the last end, where grouped_linear gives 0.
+In `replay`, -1 is no expert, as padding has: its gate is 0. Any other id outside 0 .. E - 1 is a mistake and shows: its
+gate is NaN. Neither has a gradient or counts for a sum, and both stand behind the last end, where grouped_linear gives
+0.
 
 Legend: T tokens · E experts. Imports no torch.
 """
@@ -131,7 +132,8 @@ SPEC = OpSpec(
         Clause(
             "RT-05",
             "no expert",
-            "a replayed id outside 0 .. E - 1 has the gate 0 and no gradient, and stands behind the last end",
+            "a replayed -1 has the gate 0, another id outside 0 .. E - 1 the gate NaN; neither has a gradient, and "
+            "both stand behind the last end",
             "law",
             "replay",
         ),

@@ -81,14 +81,14 @@ def _forward(call: RouteCall) -> RouteResult:
 
 
 def gates_of(logits: Tensor, ids: Tensor, *, renormalize: bool) -> Tensor:  # -> [T, k]
-    """Gates of ids in the dtype of logits; 0 where an id is no expert."""
+    """Gates of ids in the dtype of logits; where an id is no expert 0 for -1, and NaN for others."""
     E = logits.shape[1]
     known, at = _known(ids, E), ids.clamp(0, E - 1)
     if renormalize:
         gates = _softmax(torch.where(known, logits.gather(1, at), -torch.inf))
     else:
         gates = _softmax(logits).gather(1, at)
-    return torch.where(known, gates, 0)
+    return torch.where(known, gates, torch.where(ids == -1, 0.0, torch.nan).to(gates.dtype))
 
 
 def _known(ids: Tensor, E: int) -> Tensor:

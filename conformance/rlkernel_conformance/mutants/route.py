@@ -54,6 +54,14 @@ def gates_of_a_second_choice(right: Run, call: RouteCall) -> RouteResult:
     return out if call.replay is None else replace(out, gates=right(replace(call, replay=None)).gates)
 
 
+def gates_of_mistakes_are_zero(right: Run, call: RouteCall) -> RouteResult:
+    out = right(call)
+    if call.replay is None:
+        return out
+    beyond = (call.replay < -1) | (call.replay >= call.logits.shape[1])
+    return replace(out, gates=torch.where(beyond, 0, out.gates))
+
+
 def clamped(right: Run, call: RouteCall) -> RouteResult:
     """An id that is no expert is the nearest one."""
     if call.replay is None:
@@ -107,6 +115,9 @@ BUGS: Final = {
     ),
     "divided_by_the_sum": Bug("RT-03", "replayed experts of small probability: divided by about 0", divided_by_the_sum),
     "gates_of_a_second_choice": Bug("RT-04", "replayed ids beside gates of other experts", gates_of_a_second_choice),
+    "a_mistake_is_padding": Bug(
+        "RT-05", "an id beyond the last expert has the gate 0, as if it were padding", gates_of_mistakes_are_zero
+    ),
     "clamped": Bug("RT-05", "an id that is no expert goes to the nearest one", clamped),
     "falling_pairs": Bug("RT-06", "an unstable sort", plant.returns(order=unstable)),
     "neighbors_times_zero": Bug("RT-07", "other rows multiplied by 0", plant.returns(gates=neighbors_times_zero)),
