@@ -7,9 +7,10 @@ import sys
 import pytest
 
 import rlkernel as rlk
-from rlkernel_conformance import sources
+from rlkernel import sources
+from rlkernel.sources import targets_of
 from rlkernel_conformance.example_calls import base
-from rlkernel_conformance.manifests import sources_of, targets_of
+from rlkernel_conformance.manifests import sources_of
 from rlkernel_core.manifest import Backend, Impl, Requires
 from rlkernel_core.spec import OPERATORS
 from rlkernel_torch import backend as plain_torch

@@ -199,8 +199,8 @@ def test_the_first_module_that_differs_is_named() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "said"),
     [
-        ("mixtral", {"router_jitter_noise": 0.1}, "has router_jitter_noise"),
-        ("qwen3_moe", {"output_router_logits": True}, "output_router_logits asks for what"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise of the configuration to 0"),
+        ("mixtral", {"hidden_act": "relu"}, "glu computes"),
     ],
 )
 def test_a_mixture_of_experts_that_has_more_is_refused(name, change, said, monkeypatch) -> None:
@@ -208,6 +208,15 @@ def test_a_mixture_of_experts_that_has_more_is_refused(name, change, said, monke
     monkeypatch.setitem(CLASSES, name, (kind, more | change))
     with pytest.raises(rlk.HostError, match=said):
         rlk.exact(decoder(name))
+
+
+def test_logits_of_routers_are_recorded_as_ever() -> None:
+    """For the loss that balances experts."""
+    model = decoder("qwen3_moe")
+    stock = model(input_ids=IDS, use_cache=False, output_router_logits=True).router_logits
+    with rlk.exact(model):
+        found = model(input_ids=IDS, use_cache=False, output_router_logits=True).router_logits
+    torch.testing.assert_close(found, stock)
 
 
 def test_the_operators_of_experts_are_among_those_that_ran() -> None:

@@ -29,7 +29,7 @@ from rlkernel.integrations import peft_lora
 from rlkernel.integrations.host import registered
 from rlkernel.integrations.transformers_exact import HOST, NAME, attention_by, places
 from rlkernel.nn.exact import ACTIVATIONS, ExactGatedMLP, ExactLinear, ExactQuantLinear, ExactRMSNorm, activation_of
-from rlkernel.nn.exact_moe import ExactMoE, exact_moe, is_moe
+from rlkernel.nn.exact_moe import EXPERTS, ROUTERS, ExactExperts, ExactRouter
 from rlkernel.nn.generate import Generated, rollout
 from rlkernel.nn.generate_checks import check_decisions, check_elsewhere, ends_of, prompt_rows
 from rlkernel.nn.linear import QuantLinear
@@ -40,7 +40,7 @@ from rlkernel_core.errors import ArgumentError, HostError
 # Ends of the names of classes without parameters that compute nothing, or single elements.
 HARMLESS: Final = (
     "ModuleList", "ModuleDict", "ParameterDict", "Sequential", "Identity", "Embedding", "Dropout", "RotaryEmbedding",
-    "Attention", "DecoderLayer", "Model", "ForCausalLM", *ACTIVATIONS,
+    "Attention", "DecoderLayer", "SparseMoeBlock", "Model", "ForCausalLM", *ACTIVATIONS,
 )  # fmt: skip
 OPERATORS_USED: Final = ("linear", "rms_norm", "glu", "attention")
 OF_EXPERTS: Final = ("route", "grouped_linear")
@@ -206,7 +206,7 @@ def _logits(model: Any, *, graded: bool = False) -> Tensor:
 def _targets(model: Any, *, graded: bool = False) -> dict[str, Decision]:
     """What takes the calls of each operator."""
     _logits(model, graded=graded)
-    experts = any(isinstance(module, ExactMoE) for module in model.modules())
+    experts = any(isinstance(module, ExactExperts) for module in model.modules())
     found = {op: rlk.last_decision(op) for op in (*OPERATORS_USED, *(OF_EXPERTS if experts else ()))}
     missing = [op for op, decision in found.items() if decision is None]
     if missing:
@@ -239,19 +239,38 @@ def _apart(found: Tensor, expected: Tensor) -> float:
 
 def _replacements(model: Any, *, force: bool) -> Iterator[tuple[str, torch.nn.Module]]:
     """Paths, and the module that replaces the one there; a module comes before those within it."""
-    moe = None  # path of the last mixture of experts: what is in it is replaced with it
     for path, module in model.named_modules():
-        if moe is not None and path.startswith(f"{moe}."):
-            continue
-        if is_moe(module):
-            moe = path
-            yield path, exact_moe(path, module, model.config.get_text_config())
-        elif (made := _replacement(path, module, force=force)) is not None:
+        _refuse(path, module, force=force)
+        name, made = type(module).__name__, _replacement(path, module)
+        if made is not None:
             yield path, made
+        elif peft_lora.is_layer(module):
+            continue  # it stays: its products are layers within it
+        elif not name.endswith(HARMLESS) or (_has_parameters(module) and not isinstance(module, torch.nn.Embedding)):
+            raise HostError(
+                f"{path} is a {name}, which has no exact form: exact() takes decoders of the Llama, Qwen, Mistral and "
+                "Gemma classes, and experts of Qwen3-MoE and Mixtral. Nothing was changed"
+            )
 
 
-def _replacement(path: str, module: Any, *, force: bool) -> torch.nn.Module | None:
-    """What replaces a module; None where it stays."""
+def _refuse(path: str, module: Any, *, force: bool) -> None:
+    """Raise HostError for a module that computes, or may in training, what depends on more than its token."""
+    if peft_lora.is_layer(module):
+        peft_lora.check(path, module, force=force)
+    if any(kind in str(getattr(module, "rope_type", "")) for kind in ("dynamic", "longrope")):
+        raise HostError(
+            f"{path} has rotary angles of kind {module.rope_type}, which depend on the longest sequence of a "
+            "batch. Nothing was changed"
+        )
+    if getattr(module, "jitter_noise", None):
+        raise HostError(
+            f"{path}.jitter_noise is {module.jitter_noise}, which in training changes what a rollout saw: set "
+            "router_jitter_noise of the configuration to 0. Nothing was changed"
+        )
+
+
+def _replacement(path: str, module: Any) -> torch.nn.Module | None:
+    """The exact form of a module that has one of its own."""
     name = type(module).__name__
     if type(module) is torch.nn.Linear:
         return ExactLinear(module)
@@ -259,22 +278,11 @@ def _replacement(path: str, module: Any, *, force: bool) -> torch.nn.Module | No
         return ExactQuantLinear(module)
     if all(hasattr(module, part) for part in ("gate_proj", "up_proj", "down_proj", "act_fn")):
         return ExactGatedMLP(module, activation_of(f"{path}.act_fn", module.act_fn))
-    if name.endswith("RMSNorm"):
-        return _norm(path, module)
-    if peft_lora.is_layer(module):
-        peft_lora.check(path, module, force=force)  # it stays: its products are layers within it
-        return None
-    if any(kind in str(getattr(module, "rope_type", "")) for kind in ("dynamic", "longrope")):
-        raise HostError(
-            f"{path} has rotary angles of kind {module.rope_type}, which depend on the longest sequence of a "
-            "batch. Nothing was changed"
-        )
-    if not name.endswith(HARMLESS) or (_has_parameters(module) and not isinstance(module, torch.nn.Embedding)):
-        raise HostError(
-            f"{path} is a {name}, which has no exact form: exact() takes decoders of the Llama, Qwen, Mistral, Mixtral "
-            "and Gemma classes. Nothing was changed"
-        )
-    return None
+    if name in ROUTERS:
+        return ExactRouter.of(module)
+    if name in EXPERTS:
+        return ExactExperts(module, activation_of(f"{path}.act_fn", module.act_fn))
+    return _norm(path, module) if name.endswith("RMSNorm") else None
 
 
 def _has_parameters(module: torch.nn.Module) -> bool:

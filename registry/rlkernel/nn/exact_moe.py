@@ -1,75 +1,70 @@
-"""A mixture of experts by the operators whose bits do not depend on the batch: `route` and `grouped_linear`."""
+"""Mixtures of experts by the operators whose bits do not depend on the batch: `route` and `grouped_linear`.
+
+transformers' block calls its router, and then its experts with what the router gave: logits, gates and ids. The exact
+router gives a `RouteResult` in the place of the ids, which says in which order rows stand too. Both hold the parameters
+of the module that they replace, under the same names.
+
+Legend: T tokens · E experts · k experts of a token · D width · F width of an expert.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 import rlkernel as rlk
-from rlkernel.nn.exact import activation_of
-from rlkernel_core.errors import HostError
+from rlkernel_core.spec.route import RouteResult
+
+ROUTERS: Final = ("Qwen3MoeTopKRouter", "MixtralTopKRouter")
+EXPERTS: Final = ("Qwen3MoeExperts", "MixtralExperts")
 
 
-class ExactMoE(torch.nn.Module):
-    """The router and the experts of transformers' Qwen3-MoE and Mixtral; names of parameters stay.
+class ExactRouter(torch.nn.Module):
+    """A router of transformers by `rlkernel.linear` and `rlkernel.route`."""
 
-    Logits of the router are of the dtype of x, gates fp32; products of experts are rounded once each, and their sum
-    over the experts of a token, best first, is fp32 and rounded once. transformers rounds gates (Qwen3-MoE) and each
-    addition.
+    @classmethod
+    def of(cls, router: torch.nn.Module) -> ExactRouter:
+        """In the place of `router`, and of its class too: transformers records the logits of modules by class."""
+        made: ExactRouter = type(f"Exact{type(router).__name__}", (cls, type(router)), {})(router)
+        return made
 
-    Legend: T tokens · k experts of a token · D width.
-    """
+    def __init__(self, router: torch.nn.Module) -> None:
+        self.__dict__ = router.__dict__  # one state for both: what moves, casts or hooks one does so to the other
 
-    def __init__(self, block: Any, activation: str) -> None:
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, RouteResult]:  # [..., D]
+        """Logits [T, E], gates [T, k] in fp32, and the choice of all tokens of `hidden`."""
+        router: Any = self
+        logits = rlk.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
+        # Mixtral's router has no `norm_topk_prob`: its gates always sum to 1.
+        out = rlk.route(logits, top_k=router.top_k, renormalize=bool(getattr(router, "norm_topk_prob", True)))
+        return logits, out.gates, out
+
+
+class ExactExperts(torch.nn.Module):
+    """Gated experts of transformers by two `rlkernel.grouped_linear` with `rlkernel.glu` between them."""
+
+    gate_up_proj: Tensor  # [E, 2 F, D], the gate first
+    down_proj: Tensor  # [E, D, F]
+
+    def __init__(self, experts: Any, activation: str) -> None:
         super().__init__()
-        self.gate, self.experts, self.activation = block.gate, block.experts, activation
-        self.top_k, self.renormalize = int(block.gate.top_k), bool(getattr(block.gate, "norm_topk_prob", True))
+        self.gate_up_proj, self.down_proj, self.activation = experts.gate_up_proj, experts.down_proj, activation
 
-    def forward(self, x: Tensor) -> Tensor:  # [..., D] -> [..., D]
-        """The gated sum of the experts of each token."""
-        D, k = x.shape[-1], self.top_k
-        tokens = x.reshape(-1, D)
-        r = rlk.route(rlk.linear(tokens, self.gate.weight), top_k=k, renormalize=self.renormalize)
-        # Each pair has a row before rows are put in order: the gradient of a token is then a sum over its k pairs, in
-        # their order, and no scattered addition.
-        rows = tokens[:, None].expand(-1, k, D).reshape(-1, D).index_select(0, r.order)
-        halves = rlk.grouped_linear(rows, self.experts.gate_up_proj, r.ends)
-        rows = rlk.grouped_linear(rlk.glu(halves, activation=self.activation), self.experts.down_proj, r.ends)
-        pairs = torch.empty_like(rows).index_copy(0, r.order, rows).view(-1, k, D)
-        total = r.gates[:, 0, None] * pairs[:, 0]
+    def forward(self, x: Tensor, routed: RouteResult, gates: Tensor) -> Tensor:  # [T, D] -> [T, D]
+        """The sum of gate times expert over the choices of each token, best first: in fp32 and rounded once."""
+        D, k = x.shape[1], gates.shape[1]
+        # Not x[order // k], whose gradient adds the rows of a token in an order of its own.
+        rows = x[:, None].expand(-1, k, D).reshape(-1, D).index_select(0, routed.order)
+        h = rlk.glu(rlk.grouped_linear(rows, self.gate_up_proj, routed.ends), activation=self.activation)
+        y = rlk.grouped_linear(h, self.down_proj, routed.ends)
+        pairs = torch.empty_like(y).index_copy(0, routed.order, y).view(-1, k, D)
+        total = gates[:, 0, None] * pairs[:, 0]
         for choice in range(1, k):
-            total = total + r.gates[:, choice, None] * pairs[:, choice]
-        return total.to(x.dtype).view(x.shape)
+            total = total + gates[:, choice, None] * pairs[:, choice]
+        return total.to(x.dtype)
 
     def extra_repr(self) -> str:
         """What print(model) shows."""
-        return f"top_k={self.top_k}, renormalize={self.renormalize}, {self.activation}"
-
-
-def is_moe(module: Any) -> bool:
-    """Whether a module has a router and packed experts, and nothing else."""
-    children = dict(module.named_children())
-    return (
-        children.keys() == {"gate", "experts"}
-        and hasattr(children["gate"], "top_k")
-        and all(hasattr(children["experts"], name) for name in ("gate_up_proj", "down_proj", "act_fn"))
-    )
-
-
-def exact_moe(path: str, block: Any, config: Any) -> ExactMoE:
-    """What replaces a mixture of experts.
-
-    Raises:
-        HostError: its activation is none of glu's, it has noise on its inputs, or the model's router logits are asked
-            for, which are captured from the module that is replaced.
-    """
-    if getattr(block, "jitter_noise", 0.0) > 0:
-        raise HostError(f"{path} has router_jitter_noise, which no rollout repeats: set it to 0. Nothing was changed")
-    if getattr(config, "output_router_logits", False):
-        raise HostError(
-            f"the model's output_router_logits asks for what {path} no longer returns: set it to False, and add the "
-            "balancing loss by hand. Nothing was changed"
-        )
-    return ExactMoE(block, activation_of(f"{path}.experts.act_fn", block.experts.act_fn))
+        return f"{tuple(self.gate_up_proj.shape)}, {self.activation}"
