@@ -88,7 +88,7 @@ def draw(work: Workload, seed: int, device: str) -> dict[str, Any]:
 
 def small(op: str, dtype: str) -> Workload:
     """A call that takes no time, for checks of conduct."""
-    shrunk = {"N": 24, "M": 24, "V": 320, "D": 64, "B": 16, "T": 48, "K": 128}
+    shrunk = {"N": 24, "M": 24, "V": 320, "D": 64, "B": 16, "T": 48, "K": 128, "E": 8}
     sizes = tuple((name, 3 if (op, name) == ("verify", "K") else shrunk[name]) for name, _ in ON_CPU[op].sizes)
     return Workload(op, dtype, 2, sizes)
 
