@@ -75,6 +75,31 @@ def test_rope_has_the_bits_of_plain_torch(arch) -> None:
     assert [torch.equal(a, b) for a, b in zip(found, want, strict=True)] == [True] * 5
 
 
+# On gfx950 in bf16 the weight's gradient reads LDS transposed in a loop that ends sooner for some experts, which the
+# simulator, whose waves go together, does not model.
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    [("gfx942", torch.bfloat16), ("gfx942", torch.float32), ("gfx950", torch.float32)],
+    indirect=["arch"],
+)
+def test_rows_of_experts_and_all_gradients_have_the_bits_of_linear(arch, dtype) -> None:
+    """As machine code: 18 rows of the second expert, 3 of the fourth, 2 of none."""
+    x, weight, bias = (drawn(*shape, dtype=dtype, seed=i) for i, shape in enumerate([(23, 70), (4, 20, 70), (4, 20)]))
+    ends, g = torch.tensor([0, 18, 18, 21], dtype=torch.int32), drawn(23, 20, dtype=dtype, seed=3)
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    y = rlk.grouped_linear(*leaves[:2], ends, bias=leaves[2])
+    d_x, d_weight, d_bias = torch.autograd.grad(y, leaves, g)
+    for expert, rows in ((1, slice(0, 18)), (3, slice(18, 21))):
+        of_expert = [t.clone().requires_grad_() for t in (x[rows], weight[expert], bias[expert])]
+        want = rlk.linear(*of_expert[:2], bias=of_expert[2])
+        wants = (want, *torch.autograd.grad(want, of_expert[:2], g[rows]))
+        founds = (y[rows], d_x[rows], d_weight[expert])
+        assert [torch.equal(a, b) for a, b in zip(founds, wants, strict=True)] == [True] * 3
+        torch.testing.assert_close(d_bias[expert], g[rows].float().sum(0).to(dtype))
+    rest = (y[21:], d_x[21:], d_weight[::2], d_bias[::2])
+    assert [bool(t.any()) for t in rest] == [False] * 4
+
+
 def test_whiten(arch) -> None:
     x, mask = drawn(4, 70, scale=5) + 3, torch.rand(4, 70, generator=torch.Generator().manual_seed(1)) < 0.7
     want = direct.whiten(x.double(), mask=mask)
