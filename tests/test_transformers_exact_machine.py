@@ -52,7 +52,7 @@ class Lives(RuleBasedStateMachine):
         seed=SEEDS,
     )
     def born(self, name, heads, width, layers, tied, dtype, weights, seed) -> None:
-        width = width if weights == "dense" else 96
+        width = width if weights == "dense" and name != "mixtral" else 96  # groups, and torch's product of experts
         self.model = drawn_decoder(name, heads, width, layers, seed, tie_word_embeddings=tied, dtype=dtype)
         self.weights, self.texts, self.last = weights, [], None
         if weights != "dense":
@@ -99,6 +99,15 @@ class Lives(RuleBasedStateMachine):
             for parameter, grad in zip(leaf, grads, strict=True):
                 if grad is not None:
                     parameter.sub_(rate * grad)
+
+    @precondition(lambda self: self.weights != "dense")
+    @rule(at=st.integers(0, 99), alpha=st.sampled_from((1.0, 8.0)), seed=SEEDS)
+    def adapt(self, at, alpha, seed) -> None:
+        """LoRA beside a quantized weight, or another one in its place."""
+        layers = [m for m in self.model.modules() if isinstance(m, rlk.nn.QuantLinear)]
+        layer = layers[at % len(layers)]
+        layer.add_lora(2, alpha, torch.float32)
+        torch.nn.init.normal_(layer.lora_B, std=0.1, generator=torch.Generator().manual_seed(seed))
 
     @precondition(lambda self: self.last is not None)
     @rule()
