@@ -140,9 +140,7 @@ class Backend(_Claim):
     name: Name = Field(description="the entry point's name, used in `order`")
     api: tuple[int, int] = Field(description="the plugin API it was written for, as numbers: (2, 0)")
     impls: tuple[Impl, ...] = Field(description="its implementations, in its own order of preference")
-    operators: tuple[Operator, ...] = Field(
-        default=(), description="operators that it brings, beside rlkernel's; other backends may implement them too"
-    )
+    operators: tuple[Operator, ...] = Field(default=(), description="operators that it brings, beside rlkernel's")
     self_test: Target | None = Field(
         default=None,
         description="'package.module:function' taking a device string; runs one small kernel and raises if it is wrong",

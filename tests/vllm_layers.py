@@ -35,7 +35,7 @@ def engine(rank: int = 0, world: int = 1, at: Path | None = None):
     )
 
     path = at or Path(tempfile.mkdtemp()) / "store"
-    os.environ["VLLM_DIST_IDENT"] = path.parent.name  # a CPU worker says so, for memory that its ranks share
+    os.environ["VLLM_DIST_IDENT"] = path.parent.name  # CPU workers name the memory that their ranks share by it
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
         init_distributed_environment(world, rank, f"file://{path}", 0, backend="gloo")
         initialize_model_parallel(world)

@@ -61,7 +61,7 @@ def operator(spec: OpSpec[Any, Any]) -> Operator[Any, Any]:
         "_new": object.__new__,
         **{f"_default_{name}": p.default for name, p in spec.parameters.items()},
     }
-    if spec.name in BROUGHT:  # nobody says what shapes its results have
+    if spec.name in BROUGHT:  # torch.compile cannot know the shapes of its results
         scope["_outside"] = torch.compiler.disable(
             lambda call: plan_for(spec, None, call).run(call), reason=f"{spec.name} is an operator of a plugin's own"
         )

@@ -67,7 +67,7 @@ def _own_fingerprint(manifest: Backend, impl: Impl) -> str:
 
 
 def made_of(manifest: Backend, impl: Impl, packages: Mapping[str, str]) -> str:
-    """What decides the bits of an implementation that names its `sums`, as a lock pins it; empty where it names none.
+    """What the bits of an implementation depend on, as a lock pins it; empty for one that names no `sums`.
 
     "sources 245fb0785173d194, torch 2.13.0, triton 3.7.1": the fingerprint, and the versions of torch and of the
     packages that the implementation requires.

@@ -8,7 +8,7 @@ replaces nothing. Its linear layers keep what a rank has of their weights in `rl
 `rlkernel.qmatmul`; weights that are loaded again, after an update of the policy, keep their addresses.
 
 Its `reload_weights` takes parameters of layers away and fills them anew, for which these weights are none: they are
-filled in place then, too. An update of which a tensor is missing is told at the next product.
+filled in place then, too. An update that lacks a tensor raises an error at the next product.
 """
 
 from __future__ import annotations

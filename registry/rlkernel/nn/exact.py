@@ -27,7 +27,7 @@ ACTIVATIONS: Final = {
 
 
 def activation_of(path: str, act_fn: torch.nn.Module) -> str:
-    """Glu's name of an activation of torch.
+    """The name that `glu` has for an activation of torch.
 
     Raises:
         HostError: it has none.
