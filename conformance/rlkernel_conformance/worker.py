@@ -10,14 +10,13 @@ from __future__ import annotations
 import gc
 import json
 import os
-import resource
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
 from rlkernel.discover import brief, guarded
-from rlkernel_conformance import faults, health, process_reaper
+from rlkernel_conformance import address_space, faults, health, process_reaper
 
 
 def main(channel: int, case: int, job: dict[str, Any]) -> None:
@@ -36,11 +35,11 @@ def main(channel: int, case: int, job: dict[str, Any]) -> None:
         number += 1
 
     os.register_at_fork(after_in_child=lambda: os.close(channel))  # a child of the tested code cannot write to it
-    if job["memory"]:
-        resource.setrlimit(resource.RLIMIT_AS, (job["memory"], job["memory"]))
     if complaint := health.complaint(job["device"]):
         send("device_error", message=complaint)
         return
+    if job["memory"]:
+        address_space.bound(job["memory"])
     send("healthy")
 
     from rlkernel_conformance.clause_runner import ClauseRunner

@@ -71,7 +71,7 @@ class LinearPair(Pair[LinearCall, Tensor]):
             with full_precision(g):
                 d_weight = self._split.outer(rows.to(state), x.reshape(-1, x.shape[-1]).to(state)).to(g.dtype)
         if of_bias:
-            d_bias = rows.sum(0, dtype=state).to(g.dtype)
+            d_bias = self._split.rows_sum(rows, state).to(g.dtype)
         return d_x, d_weight, d_bias, g.clone() if of_residual else None
 
     @classmethod
@@ -132,6 +132,11 @@ class Split(NamedTuple):
         if self.kind == "column":
             return torch.cat([some.contiguous().t() @ x for some in g.split(self.size, 1)])
         return g.t() @ x
+
+    def rows_sum(self, g: Tensor, state: torch.dtype) -> Tensor:  # [M, N] -> [N]
+        """The gradient of the bias. The order in which a GPU sums rows depends on how many columns there are."""
+        chunks = g.split(self.size, 1) if self.kind == "column" else (g,)
+        return torch.cat([some.contiguous().sum(0, dtype=state) for some in chunks])
 
 
 def row_products(a: Tensor, b: Tensor) -> Tensor:  # [M, S], [S, C] -> [M, C] fp32, or float64

@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from rlkernel.discover import brief, guarded
 from rlkernel.outcomes import cache_folder
+from rlkernel_conformance import address_space
 from rlkernel_conformance.clauses import MODULES
 
 _MEMORY: Final = 16 << 30  # address space of a trial, as of a worker of the suite
@@ -122,7 +123,7 @@ def _in_process(channel: Connection, run: Callable[..., None], args: tuple[Any, 
     import torch
 
     os.setsid()
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    address_space.bound(_MEMORY)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(cache_folder() / "hypothesis")
     silent = os.open(os.devnull, os.O_WRONLY)

@@ -70,7 +70,7 @@ class LinearPair(Pair[LinearCall, Tensor]):
         g = g.contiguous()
         d_x = self._host.of_x(g, weight) if of_x and weight is not None else None
         d_weight = self._host.of_weight(g, x) if of_weight and x is not None else None
-        d_bias = g.reshape(-1, g.shape[-1]).sum(0, dtype=torch.float32).to(g.dtype) if of_bias else None
+        d_bias = self._host.of_bias(g) if of_bias else None
         return d_x, d_weight, d_bias, g.clone() if of_residual else None
 
     @classmethod
@@ -100,6 +100,8 @@ class _Host:
         self._tma = not self._copied and takes_chunks_by_tma(self._flat(x), weight)
         self._group, several = call.group, call.group is not None and call.group.size() > 1
         self._shared_y, self._shared_dx = several and call.split == "row", several and call.split == "column"
+        ranks = 1 if call.group is None else call.group.size()
+        self._chunks = CHUNKS // ranks if call.split == "column" else 1
 
     def forward(self, call: LinearCall) -> Tensor:
         """The result."""
@@ -140,6 +142,11 @@ class _Host:
         product = self._product("weight", g, sizes, (1, self._N), self._x[::-1], any_alignment=("a",))
         product(g, self._lying(x), None, None, d_weight)
         return d_weight
+
+    def of_bias(self, g: Tensor) -> Tensor:
+        """The gradient of the bias. The order in which torch sums rows depends on how many columns there are."""
+        chunks = g.reshape(-1, self._N).chunk(self._chunks, 1)
+        return torch.cat([some.contiguous().sum(0, dtype=torch.float32) for some in chunks]).to(g.dtype)
 
     def _product(
         self, place: str, like: Tensor, sizes: Sizes, a: tuple[int, int], b: tuple[int, int],

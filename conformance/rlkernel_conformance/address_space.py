@@ -1,0 +1,18 @@
+"""A bound on the address space that a process maps from now on.
+
+What it has mapped before is not counted: a build of torch with GPU code maps gigabytes, one for CPUs a fraction of one.
+"""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+
+def bound(more: int) -> None:
+    """Let this process and its children map at most so many bytes more than it has mapped by now."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    most = pages * resource.getpagesize() + more
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
