@@ -95,3 +95,18 @@ def test_a_missing_tool_is_one_line_before_anything_runs(
 def test_a_tool_needs_a_gpu_to_look_at(tool: Path) -> None:
     with pytest.raises(ConfigError, match="profile synccheck looks at kernels on an NVIDIA GPU, and the device is cpu"):
         run("torch", profile("synccheck"))
+
+
+@pytest.mark.parametrize(
+    ("op", "clause", "expected"),
+    [
+        ("group_filter", "GF-01", {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+        ("glu", "GL-11", {}),
+        ("capture", "GC-01", {}),
+    ],
+)
+def test_torchs_cache_of_memory_is_off_but_where_a_graph_needs_it(
+    op: str, clause: str, expected: dict[str, str]
+) -> None:
+    (found,) = (a.clause for a in clauses_of(Subject("torch", op))[0] if a.clause.id == clause)
+    assert sanitizer.variables(op, found) == expected

@@ -306,12 +306,12 @@ def test_with_a_cgroup_the_kernel_counts_the_memory_of_the_whole_tree() -> None:
 # What CUDA does as it starts (it fails with error 304 where it may not), and what must stay closed nevertheless.
 CUDA = """
 import os, threading
+from concurrent.futures import ThreadPoolExecutor
 def name():
     with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as file:
         file.write("cuda")
-thread = threading.Thread(target=name)
-thread.start()
-thread.join()
+with ThreadPoolExecutor(1) as pool:
+    pool.submit(name).result()  # a thread alone would end in silence
 os.memfd_create("cuda")
 import errno, socket
 for kind in (socket.SOCK_STREAM, socket.SOCK_SEQPACKET):

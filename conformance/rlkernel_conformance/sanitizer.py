@@ -16,6 +16,7 @@ from typing import Final
 
 from rlkernel_core.environment import variable
 from rlkernel_core.errors import ConfigError
+from rlkernel_core.spec.form import Clause
 
 EXECUTABLE: Final = "compute-sanitizer"
 # tool -> the fault that its findings are.
@@ -56,8 +57,14 @@ def command(tool: str, log: Path) -> list[str]:
     return [executable(), "--tool", tool, *options]
 
 
-# torch's cache hands out parts of large blocks: what is written beyond one lies inside the block, and nobody sees it.
-VARIABLES: Final[Mapping[str, str]] = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+def variables(op: str, clause: Clause) -> dict[str, str]:
+    """The environment of a worker that attacks a clause of an operator.
+
+    torch's cache hands out parts of large blocks: what is written beyond one lies inside the block, and nobody sees it.
+    So the cache is off, but where graphs are captured, which allocate from it alone.
+    """
+    captures = op == "capture" or clause.judges == "capture" or clause.feature == "capturable"
+    return {} if captures else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
 def findings(log: str) -> list[str]:

@@ -3,7 +3,7 @@
 The kernel has it from 5.13 on, for every user, in containers too, also where plain users may not make name spaces. It
 forbids making, changing and removing files elsewhere, reading and writing the memory of processes outside, and from
 Linux 6.12 on signals to them. CUDA names its threads in /proc as it starts, and fails where it may not: where a GPU is
-used, a process may write there about its own threads. Standard library only.
+used, a process may write there about its own threads, and truncate before. Standard library only.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Final
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same on all machines
 _GIVE_VERSION, _PATH_BENEATH = 1, 1
 # linux/landlock.h: rights by the version of the interface that brought them
-_WRITE_FILE: Final = 1 << 1
+_WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14
 _CHANGES: Final = {
     1: _WRITE_FILE | sum(1 << bit for bit in range(4, 13)),  # remove and make directories, files, sockets, links
     2: 1 << 13,  # move between directories
-    3: 1 << 14,  # truncate
+    3: _TRUNCATE,
 }
 _SCOPES: Final = {6: 0b11}  # abstract Unix sockets; signals
 
@@ -41,8 +41,8 @@ def restrict(folder: Path, devices: Iterable[str], *, gpu: bool) -> bool:
     if ruleset < 0:
         return False
     try:
-        written = [*devices, *(["/proc/self/task"] if gpu else [])]
-        for path, allowed in ((str(folder), changes), *((path, _WRITE_FILE) for path in written)):
+        threads = {"/proc/self/task": changes & (_WRITE_FILE | _TRUNCATE)} if gpu else {}
+        for path, allowed in {str(folder): changes, **dict.fromkeys(devices, _WRITE_FILE), **threads}.items():
             with suppress(FileNotFoundError):
                 at = os.open(path, os.O_PATH | os.O_CLOEXEC)
                 libc.syscall(_ADD_RULE, ruleset, _PATH_BENEATH, struct.pack("=Qi", allowed, at), 0)

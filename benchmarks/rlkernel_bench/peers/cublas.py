@@ -52,6 +52,16 @@ def grouped(work: Work) -> Call:
     return run
 
 
+def grouped_linear(work: Work) -> Call:
+    """The experts' product alone."""
+    del work
+
+    def run(given: Inputs) -> Outputs:
+        return {"y": torch.nn.functional.grouped_mm(given["x"], given["weight"].mT, offs=given["ends"])}
+
+    return run
+
+
 _LINEAR = ("linear_logprob", "linear_policy_loss", "lm_head_sample")
 
 PEERS = (
@@ -69,7 +79,7 @@ PEERS = (
         "grouped_mm",
         "torch",
         ("torch",),
-        {"experts": grouped},
+        {"experts": grouped, "grouped_linear": grouped_linear},
         "torch.nn.functional.grouped_mm",
         ("cpu", "cuda"),
         ran="CPU, torch 2.13",

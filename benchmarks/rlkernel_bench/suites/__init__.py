@@ -24,6 +24,7 @@ SUITES: Final[Mapping[str, str]] = {
     "experts": "a layer of a mixture of experts on quantized weights",
     "quantize": "quantizing weights on the device",
     "linear": "products of a layer whose bits do not depend on the batch, beside cuBLAS",
+    "grouped_linear": "products of experts whose bits do not depend on the batch, beside torch's grouped_mm",
     "attention": "attention of prompts, of a token behind a cache in pages, and of a training step",
     "layer": "rms_norm and glu, between those products",
     "capture": "replaying graphs",
