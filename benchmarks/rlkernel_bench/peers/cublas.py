@@ -83,7 +83,6 @@ PEERS = (
         "torch.nn.functional.grouped_mm",
         ("cpu", "cuda"),
         ran="CPU, torch 2.13",
-        whole=True,
     ),
     Peer(
         "cublas fp32",

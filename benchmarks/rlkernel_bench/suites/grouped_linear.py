@@ -21,7 +21,8 @@ _BOTH = "forward+backward"
 
 def _work(E: int, T: int, K: int, N: int, dtype: str = "bfloat16", task: str = "forward", why: str = "") -> Work:
     size, passes = {"bfloat16": 2, "float32": 4}[dtype], 3 if task == _BOTH else 1
-    floor = f"{passes}*{size}*(E*N*K + T*K + T*N)"
+    experts = "E*(1 - (1 - 1/E)**T)"  # that rows are drawn for, on average
+    floor = f"{passes}*{size}*({experts}*N*K + T*K + T*N)"
     goals = (_FAST,) if T >= 8192 else ()
     sizes = {"E": E, "T": T, "K": K, "N": N}
     ruler = "grouped_mm"

@@ -319,7 +319,7 @@ LARGE: Final = (
     Groups((3, 1), 513, 17, 0, "float64"),
     Groups((1, 3), 300, 11, 0, "float32"),
     Groups((3, 3), 11, 300, 0, "float32"),
-    Groups((300, 0, 70), 512, 640, 0, "bfloat16"),
+    Groups((300, 0, 70), 768, 1024, 0, "bfloat16"),
     Groups((1, 4200), 512, 640, 0, "bfloat16"),
 )
 

@@ -1,9 +1,9 @@
 """Kernels of grouped_linear@1: the products of linear, of rows whose expert is found on the device.
 
-The order of a sum is that of `linear.kernels.chunked_product`: eight chunks of ceil(S / 128) 16 numbers, each summed
-from 0 in ascending steps of the matrix instruction, added in fp32 from left to right, then bias, and one rounding. What
-is summed over are S = K inputs in the forward pass, the N outputs for the gradient of x, and an expert's rows for the
-gradient of its weight: a number that the device knows alone, so that the chunk is computed there.
+The order of a sum is that of `linear.kernels.chunked_product`: eight chunks of ceil(S / 128) 16 numbers as
+`common.chunked_sums` sums them, then bias, and one rounding. What is summed over are S = K inputs in the forward pass,
+the N outputs for the gradient of x, and an expert's rows for the gradient of its weight: a number that the device knows
+alone, so that the chunk is computed there.
 
 A grid has as many tiles of rows as any `ends` can need. Those of one expert stand side by side. The rows of no expert
 are those of one more, of which nothing is loaded and 0 is stored. What is left over stores nothing.
@@ -17,6 +17,7 @@ columns and steps · EB more than E, a power of two.
 from __future__ import annotations
 
 from rlkernel_triton.common.arithmetic import stored_as
+from rlkernel_triton.common.chunked_sums import chunked_sums, chunked_sums_tma
 from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.common.linear_tile import tile_swizzle
 
@@ -53,39 +54,6 @@ def rows_of_expert(expert, ends, M, E, EB: tl.constexpr):
     return first, tl.maximum(first, tl.max(tl.where(e <= expert, last, 0), 0))
 
 
-@triton.jit
-def chunked_sums(
-    a, b,  # pointers to a tile's first step, [BM, BK] and [BK, BN]
-    inside, there,  # [BM, 1] and [1, BN]: which rows and columns there are
-    K, chunk, a_step, b_step,
-    WHOLE: tl.constexpr,  # chunks are whole steps, and K is whole chunks
-    OPERAND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """[BM, BN] fp32: sums over K in the order of linear."""
-    k = tl.arange(0, BK)
-    total = tl.zeros([BM, BN], tl.float32)
-    acc = tl.zeros([BM, BN], tl.float32)
-    steps = tl.cdiv(chunk, BK)  # of a chunk
-    for step in range(tl.cdiv(K, chunk) * steps):
-        if WHOLE:
-            start = step * tl.full([], BK, tl.int64)
-            x = tl.load(a + start * a_step, mask=inside, other=0.0)
-            w = tl.load(b + start * b_step, mask=there, other=0.0)
-        else:
-            begin = step // steps * chunk
-            start = begin + step % steps * BK
-            left = start + k < tl.minimum(begin + chunk, K)
-            start = start.to(tl.int64)
-            x = tl.load(a + start * a_step, mask=inside & left[None, :], other=0.0)
-            w = tl.load(b + start * b_step, mask=left[:, None] & there, other=0.0)
-        acc = tl.dot(x.to(OPERAND), w.to(OPERAND), acc, input_precision="ieee")
-        # Taken once a chunk: only then does the loop wait for the matrix unit.
-        if step % steps == steps - 1:
-            total += acc
-            acc = tl.zeros([BM, BN], tl.float32)
-    return total
-
-
 @triton.jit(do_not_specialize=["M", "m_tiles"])
 def grouped_product(
     a,  # [M, K], a_stride from row to row, a_step from column to column
@@ -110,12 +78,48 @@ def grouped_product(
         a0 = a + m.to(tl.int64)[:, None] * a_stride + k[None, :] * a_step
         b0 = b + expert.to(tl.int64) * b_expert + k[:, None] * b_step + c.to(tl.int64)[None, :] * b_stride
         terms = tl.where(expert < E, K, 0)
-        y = chunked_sums(a0, b0, inside, there, terms, chunk, a_step, b_step, WHOLE, OPERAND, BM, BN, BK)
-        if HAS_BIAS:
-            left = tl.where(expert < E, C - c, 0)
-            y += tl.load(bias + expert.to(tl.int64) * C + c, mask=left > 0, other=0.0).to(tl.float32)[None, :]
-        at = m.to(tl.int64)[:, None] * C + c[None, :]
-        tl.store(out + at, stored_as(y, out.dtype.element_ty), mask=inside & there)
+        last = tl.cdiv(terms, chunk) * tl.cdiv(chunk, BK)
+        y = chunked_sums(
+            a0, b0, inside, there, 0, last, terms, chunk, a_step, b_step, WHOLE, False, OPERAND, BM, BN, BK
+        )
+        _store(y, bias, out, m, c, inside & there, expert, C, E, HAS_BIAS)
+
+
+@triton.jit
+def _store(y, bias, out, m, c, here, expert, C, E, HAS_BIAS: tl.constexpr):
+    """Write y [BM, BN] with the bias of an expert, if it is one, rounded."""
+    if HAS_BIAS:
+        left = tl.where(expert < E, C - c, 0)
+        y += tl.load(bias + expert.to(tl.int64) * C + c, mask=left > 0, other=0.0).to(tl.float32)[None, :]
+    at = m.to(tl.int64)[:, None] * C + c[None, :]
+    tl.store(out + at, stored_as(y, out.dtype.element_ty), mask=here)
+
+
+@triton.jit(do_not_specialize=["M", "m_tiles"])
+def grouped_product_tma(
+    a,  # descriptor of a [M, K], blocks [BM, BK]
+    b,  # descriptor of [E C, K], blocks [BN, BK] where TURNED; else of [E K, C], blocks [BK, BN]
+    ends,  # [E] int32
+    bias,  # [E, C] contiguous, read where HAS_BIAS
+    out,  # [M, C] contiguous
+    M, C, K, E,
+    chunk,  # whole steps, and K whole chunks
+    m_tiles,  # tiles of rows, as many as any ends need
+    HAS_BIAS: tl.constexpr, TURNED: tl.constexpr, NESTED: tl.constexpr, EB: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """A tile of `grouped_product`; the copy engine brings rows and columns of neighbors too, which are not stored."""
+    block, tile = tile_swizzle(tl.program_id(0), m_tiles, tl.cdiv(C, BN), GROUP)
+    expert, first, stop = rows_of_tile(block, ends, M, E, EB, BM)
+    if expert <= E:
+        terms = tl.where(expert < E, K, 0)
+        if TURNED:
+            y = chunked_sums_tma(a, b, first, expert * C + tile * BN, 0, terms, chunk, True, NESTED, BM, BN, BK)
+        else:
+            y = chunked_sums_tma(a, b, first, expert * K, tile * BN, terms, chunk, False, NESTED, BM, BN, BK)
+        m = first + tl.arange(0, BM)
+        c = tile * BN + tl.arange(0, BN)
+        _store(y, bias, out, m, c, (m < stop)[:, None] & (c < C)[None, :], expert, C, E, HAS_BIAS)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -141,7 +145,8 @@ def grouped_outer(
     b0 = b + row[:, None] * b_stride + c.to(tl.int64)[None, :] * b_step
     rows = stop - first
     chunk = GRAIN * tl.cdiv(tl.maximum(rows, 1), CHUNKS * GRAIN)
-    y = chunked_sums(a0, b0, inside, there, rows, chunk, a_stride, b_stride, False, OPERAND, BM, BN, BK)
+    last = tl.cdiv(rows, chunk) * tl.cdiv(chunk, BK)
+    y = chunked_sums(a0, b0, inside, there, 0, last, rows, chunk, a_stride, b_stride, False, False, OPERAND, BM, BN, BK)
     at = (expert.to(tl.int64) * N + n)[:, None] * C + c[None, :]
     tl.store(out + at, stored_as(y, out.dtype.element_ty), mask=inside & there)
 

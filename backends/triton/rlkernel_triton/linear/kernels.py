@@ -1,16 +1,10 @@
 """Kernels of linear@1: products whose sums are cut into eight chunks, and the addition of chunk sums from memory.
 
 The order of a sum over K is a function of K alone. K is cut into CHUNKS chunks of ceil(K / 128) 16 columns, the last of
-which may be short or empty. A chunk is summed from 0, K ascending, in the steps of the matrix instruction (fp32
-operands: one fused product and addition after another); chunk sums are added in fp32 in their order, then bias, then
-residual, and there is one rounding. A program that owns all chunks of a tile (`SPLIT` False) and programs that own one
-each, whose sums `add_chunks` adds, so give the same bits: many rows and few rows differ in who adds, not in what.
-
-Chunks are added from left to right, since that holds one tile of finished sums beside the one that grows: 128 registers
-of a thread at 128 x 128. A balanced tree would hold three, which Hopper's register file has no room for.
-
-Tiles of different sizes agree where they use one instruction (`common.matmul_tiles`): the certificates of
-`rlkernel_triton.orders` show it. Columns beyond a chunk's end are zeros, whose products change no sum.
+which may be short or empty; `common.chunked_sums` says how they are summed. Bias and residual are added after them, and
+there is one rounding. A program that owns all chunks of a tile (`SPLIT` False) and programs that own one each, whose
+sums `add_chunks` adds, so give the same bits: many rows and few rows differ in who adds, not in what. Tiles of
+different sizes agree too: the certificates of `rlkernel_triton.orders` show it.
 
 Bytes, with operands of s bytes: s K (M + C) read, s M C written, and with SPLIT 4 n M C written and read for n chunks.
 
@@ -20,6 +14,7 @@ Legend: M rows · C columns of the result · K columns that are summed over · B
 from __future__ import annotations
 
 from rlkernel_triton.common.arithmetic import stored_as
+from rlkernel_triton.common.chunked_sums import chunked_sums, chunked_sums_tma
 from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.common.linear_tile import tile_swizzle
 from rlkernel_triton.common.sampling_rows import pdl_trigger, pdl_wait
@@ -62,34 +57,17 @@ def chunked_product(
     block, tile = tile_swizzle(place, blocks, tiles, GROUP)
     m = block * BM + tl.arange(0, BM)
     c = tile * BN + tl.arange(0, BN)
-    k = tl.arange(0, BK)
+    k = tl.arange(0, BK).to(tl.int64)
     inside, there = (m < M)[:, None], (c < C)[None, :]
-    a0 = a + m.to(tl.int64)[:, None] * a_stride + k.to(tl.int64)[None, :] * a_step
-    b0 = b + k.to(tl.int64)[:, None] * b_step + c.to(tl.int64)[None, :] * b_stride
-    total = tl.zeros([BM, BN], tl.float32)
-    acc = tl.zeros([BM, BN], tl.float32)
-    for step in range(first, last):
-        if WHOLE:
-            start = step * tl.full([], BK, tl.int64)
-            x = tl.load(a0 + start * a_step, mask=inside, other=0.0)
-            w = tl.load(b0 + start * b_step, mask=there, other=0.0)
-        else:
-            begin = step // steps * chunk
-            start = begin + step % steps * BK
-            left = start + k < tl.minimum(begin + chunk, K)
-            start = start.to(tl.int64)
-            x = tl.load(a0 + start * a_step, mask=inside & left[None, :], other=0.0)
-            w = tl.load(b0 + start * b_step, mask=left[:, None] & there, other=0.0)
-        acc = tl.dot(x.to(OPERAND), w.to(OPERAND), acc, input_precision="ieee")
-        if not SPLIT:
-            # Taken once a chunk: only then does the loop wait for the matrix unit.
-            if step % steps == steps - 1:
-                total += acc
-                acc = tl.zeros([BM, BN], tl.float32)
+    a0 = a + m.to(tl.int64)[:, None] * a_stride + k[None, :] * a_step
+    b0 = b + k[:, None] * b_step + c.to(tl.int64)[None, :] * b_stride
+    total = chunked_sums(
+        a0, b0, inside, there, first, last, K, chunk, a_step, b_step, WHOLE, SPLIT, OPERAND, BM, BN, BK
+    )
     at = m.to(tl.int64)[:, None] * C + c[None, :]
     if SPLIT:
         pdl_trigger(USE_PDL)
-        tl.store(out + part.to(tl.int64) * M * C + at, acc, mask=inside & there)
+        tl.store(out + part.to(tl.int64) * M * C + at, total, mask=inside & there)
     else:
         y = rounded(total, bias, residual, m, c, at, inside & there, C, HAS_BIAS, HAS_RESIDUAL)
         tl.store(out + at, stored_as(y, out.dtype.element_ty), mask=inside & there)
@@ -106,26 +84,9 @@ def chunked_product_tma(
     HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, NESTED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """A tile of `chunked_product` without SPLIT; the copy engine brings the operands, zeros outside of them.
-
-    NESTED writes the same steps as a loop in a loop: with 4 warps that is faster than one loop, with 8 slower.
-    """
+    """A tile of `chunked_product` without SPLIT; the copy engine brings the operands."""
     block, tile = tile_swizzle(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(C, BN), GROUP)
-    total = tl.zeros([BM, BN], tl.float32)
-    acc = tl.zeros([BM, BN], tl.float32)
-    if NESTED:
-        for begin in range(0, K, chunk):
-            acc = tl.zeros([BM, BN], tl.float32)
-            for start in range(begin, begin + chunk, BK):
-                acc = tl.dot(a.load([block * BM, start]), b.load([tile * BN, start]).T, acc)
-            total += acc
-    else:
-        steps = chunk // BK
-        for step in range(K // BK):
-            acc = tl.dot(a.load([block * BM, step * BK]), b.load([tile * BN, step * BK]).T, acc)
-            if step % steps == steps - 1:
-                total += acc
-                acc = tl.zeros([BM, BN], tl.float32)
+    total = chunked_sums_tma(a, b, block * BM, tile * BN, 0, K, chunk, True, NESTED, BM, BN, BK)
     m = block * BM + tl.arange(0, BM)
     c = tile * BN + tl.arange(0, BN)
     here = (m < M)[:, None] & (c < C)[None, :]
