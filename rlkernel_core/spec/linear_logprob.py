@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 BACKWARD: Final = ("auto", "recompute", "save")
+PIECES: Final = 8  # of a vocabulary, whose sums are added in one order on 1, 2, 4 and 8 ranks
+LEAST_PIECE: Final = 1024  # ids of one
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +68,7 @@ class LinearLogprobCall(OpCall[LogprobResult]):
         group: process group over which the vocabulary is split, shards in rank order, of equal size or not. `weight`
             and `bias` are this rank's shard; hidden, ids, mask and upstream gradients are the same on all ranks, and
             so are the results and dX. ids and support count in the whole vocabulary. On all ranks the same operands
-            require gradients.
+            require gradients. Where `rank_invariant` is claimed, results do not depend on the number of ranks.
 
     Returns:
         LogprobResult without top. logprob, lse, entropy and log_kept_mass are differentiable, once, with respect to
@@ -169,6 +171,11 @@ SPEC = OpSpec(
             "max_workspace_bytes", "extra memory stays below the caller's limit, or a typed error names the minimum"
         ),
         Feature("group", "the vocabulary is split over a process group"),
+        Feature(
+            "rank_invariant",
+            f"results have the same bits on 1, 2, 4 and 8 ranks with equal shards, and without a group, where V is a "
+            f"multiple of {PIECES} and at least {PIECES * LEAST_PIECE}",
+        ),
     ),
     clauses=(
         Clause("LL-01", "matches float64", "log p, lse are within tolerance of the float64 definition", "accuracy"),
@@ -319,6 +326,13 @@ SPEC = OpSpec(
             "one bad row spoils one row",
             "NaN or inf in a row of hidden makes that row NaN and changes no bit of another row's results or of its dX",
             "law",
+        ),
+        Clause(
+            "LL-32",
+            "any number of ranks",
+            "1, 2, 4 and 8 ranks with equal shards, and one without a group, give the same bits for results",
+            "invariance",
+            "rank_invariant",
         ),
     ),
     tolerances=(

@@ -16,7 +16,7 @@ Legend: n rows · w ids of a part · P parts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -145,14 +145,27 @@ def _sums(y: Tensor, T: Tensor, *, moment: bool) -> Sums:
 
 
 def side_by_side(parts: Sequence[Part]) -> Part:
-    """Statistics of several parts of the rows, or of several blocks of rows, one after the other."""
+    """Statistics of several parts of the rows, [n, P] each, one after the other."""
+    return _each(parts, lambda x: torch.cat(x, -1))
+
+
+def stacked(parts: Sequence[Part]) -> Part:
+    """Statistics of several parts of the rows, [n] each, as [n, parts]."""
+    return _each(parts, lambda x: torch.stack(x, -1))
+
+
+def below(blocks: Sequence[Part]) -> Part:
+    """Statistics of several blocks of rows, one below the other."""
+    return _each(blocks, torch.cat)
+
+
+def _each(parts: Sequence[Part], joined: Callable[[list[Tensor]], Tensor]) -> Part:
+    def of(sums: Sequence[Sums]) -> Sums:
+        return Sums._make(None if x[0] is None else joined(list(x)) for x in zip(*sums, strict=True))
+
     kept = [part.kept for part in parts if part.kept is not None]
-    rest = _concatenated([part.rest for part in parts])
-    return Part(torch.cat([part.target for part in parts], -1), rest, _concatenated(kept) if kept else None)
-
-
-def _concatenated(each: Sequence[Sums]) -> Sums:
-    return Sums._make(None if x[0] is None else torch.cat(x, -1) for x in zip(*each, strict=True))
+    target = joined([part.target for part in parts])
+    return Part(target, of([part.rest for part in parts]), of(kept) if kept else None)
 
 
 def join(part: Part, T: Tensor) -> Part:

@@ -2,6 +2,8 @@
 
 Two collectives on the way forward, one of three integers and one of a few numbers per row. What arrives is joined in
 rank order by the code that joins the tiles of one rank, so every rank gets the same bits. Nothing waits for the host.
+A rank cuts its shard into pieces and hands out the statistics of each. Equal shards of 1, 2, 4 or 8 ranks are cut at
+the same ids, so that what is joined, and in which order, does not depend on how many ranks there are.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch import Tensor
 from rlkernel_common.kept_ids import readable
 from rlkernel_common.row_statistics import Part, Sums
 from rlkernel_core.errors import ArgumentError
+from rlkernel_core.spec.linear_logprob import LEAST_PIECE, PIECES
 
 
 class Shard(NamedTuple):
@@ -41,11 +44,21 @@ def locate(group: dist.ProcessGroup | None, V: int, N: int, D: int, device: torc
     return Shard(group, every[: group.rank(), 0].sum(), every[:, 0].sum())
 
 
+def pieces(V: int, ranks: int) -> tuple[int, int]:
+    """How many pieces a shard of V ids has, and how many ids each; the last are short, or empty.
+
+    With several ranks the number depends on nothing else: shards may differ in size, and every rank hands out as many.
+    """
+    count = PIECES // ranks if PIECES % ranks == 0 else 1
+    size = max(-(-V // count), LEAST_PIECE)
+    return (-(-V // size) if ranks == 1 else count), size
+
+
 def gather(part: Part, group: dist.ProcessGroup) -> Part:
-    """This rank's statistics, [n], beside those of the others, [n, ranks]: one all-gather."""
+    """This rank's statistics, [n, pieces], beside those of the others, [n, ranks * pieces]: one all-gather."""
     fields = [part.target, *part.rest, *(part.kept or ())]
     packed = torch.stack([x for x in fields if x is not None])
-    arrived = iter(gathered(packed, group).permute(1, 2, 0).unbind())
+    arrived = iter(gathered(packed, group).permute(1, 2, 0, 3).flatten(2).unbind())
     target, *rest = (None if x is None else next(arrived) for x in fields)
     width = len(Sums._fields)
     kept = Sums(*rest[width:]) if part.kept is not None else None  # type: ignore[arg-type]

@@ -25,6 +25,7 @@ from rlkernel_common.row_statistics import (
     partial_softmax,
     side_by_side,
     softmax_stats,
+    stacked,
     tile_width,
     uncap,
 )
@@ -104,7 +105,7 @@ class FusedLoss:
             parts.append(partial_softmax(y, local, self.T[rows], width, None, moment=self.entropy))
         part = join(side_by_side(parts), self.T[rows])
         if self.shard.group is not None:
-            part = join(vocab_parallel.gather(part, self.shard.group), self.T[rows])
+            part = join(vocab_parallel.gather(stacked([part]), self.shard.group), self.T[rows])
         return softmax_stats(part, self.T[rows])
 
 

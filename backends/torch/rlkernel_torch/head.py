@@ -35,6 +35,7 @@ class Head(NamedTuple):
     active: Tensor | None  # [n] rows that are worked on, ascending; None: all
     counted: Tensor | None  # [n] bool, rows to be taken as zeros where it is False; None: none
     dtype: torch.dtype  # of all arithmetic
+    piece: int | None = None  # ids after which a tile begins anew; None: nowhere
 
     @property
     def n(self) -> int:
@@ -52,7 +53,9 @@ class Head(NamedTuple):
     def tiles(self) -> Iterator[slice]:
         """Tiles of the vocabulary."""
         V, w = self.weight.shape[0], tile_width(self.weight.shape[0])
-        return (slice(v, min(v + w, V)) for v in range(0, V, w))
+        piece = V if self.piece is None else self.piece
+        begins = ((v, min(v + piece, V)) for v in range(0, V, piece))
+        return (slice(v, min(v + w, end)) for begin, end in begins for v in range(begin, end, w))
 
     def block(self, rows: slice) -> Tensor:
         """[R, D] of hidden, zeros below the last row."""

@@ -24,12 +24,14 @@ from rlkernel_common.row_statistics import (
     Sums,
     Upstream,
     accumulator,
+    below,
     cap,
     gradient,
     join,
     partial_softmax,
     side_by_side,
     softmax_stats,
+    stacked,
     temperatures,
     tile_width,
     uncap,
@@ -37,7 +39,7 @@ from rlkernel_common.row_statistics import (
 from rlkernel_common.row_views import free_rows, shaped
 from rlkernel_core.errors import ArgumentError, RLKernelError
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
-from rlkernel_core.spec.linear_logprob import LinearLogprobCall
+from rlkernel_core.spec.linear_logprob import PIECES, LinearLogprobCall
 from rlkernel_core.spec.logprob import LogprobResult, Support
 from rlkernel_torch.head import ROWS, Head, add_product
 
@@ -73,7 +75,7 @@ def workspace(backward: str, N: int, D: int, V: int, itemsize: int = 4, nnz: int
     operands = 3 * (ROWS + w) * D
     logits = ROWS * (16 * w + 16 * -(-V // w))
     saved = N * V if backward == "save" else 0
-    return itemsize * (operands + logits + saved) + 8 * (16 + 8 * ranks) * (N + ROWS) + 6 * 8 * nnz
+    return itemsize * (operands + logits + saved) + 8 * (16 + 8 * max(ranks, PIECES)) * (N + ROWS) + 6 * 8 * nnz
 
 
 def mode(call: LinearLogprobCall) -> str:
@@ -200,9 +202,10 @@ def _forward(call: LinearLogprobCall, *, save: bool) -> tuple[LogprobResult, Sav
         ids, T = ids[index], T[index]
     if call.support is not None:
         kept = KeptIds(call.support, shard.V, positions(index, N), shard.offset)
-    head = Head(free_rows(call.hidden), call.weight, call.bias, call.logit_scale, index, counted, dtype)
+    count, piece = vocab_parallel.pieces(V, 1 if call.group is None else call.group.size())
+    head = Head(free_rows(call.hidden), call.weight, call.bias, call.logit_scale, index, counted, dtype, piece)
     saved = T.new_empty(N, V) if save else None
-    row = _statistics(head, ids, T, kept, shard, call.softcap, saved, moment=call.entropy)
+    row = _statistics(head, ids, T, kept, shard, call.softcap, saved, count, moment=call.entropy)
     values, lse, H, mass = _everywhere(results(row, ids, counted), index, N)
     result = LogprobResult(
         logprob=shaped(values, rows),  # type: ignore[arg-type]  # these two are always there
@@ -224,32 +227,39 @@ def _statistics(
     shard: vocab_parallel.Shard,
     softcap: float | None,
     saved: Tensor | None,
+    pieces: int,
     *,
     moment: bool,
 ) -> SoftmaxStats:
-    """SoftmaxStats of every row, from tiles, blocks of rows and ranks."""
+    """SoftmaxStats of every row, from tiles, pieces of the vocabulary, blocks of rows and ranks."""
     local = ids - shard.offset
     width = tile_width(head.weight.shape[0])
     blocks = []
     for rows in head.rows():
-        x, n, parts = head.block(rows), rows.stop - rows.start, []
+        x, n = head.block(rows), rows.stop - rows.start
+        parts: list[list[Part]] = [[] for _ in range(pieces)]
         for tile in head.tiles():
             logits = head.logits(x, tile)[:n]
             if saved is not None:
                 saved[head.place(rows), tile] = logits
             among = None if kept is None else kept.block(rows.start, n, tile.start, logits.shape[1])
             y = cap(logits, softcap)
-            parts.append(partial_softmax(y, local[rows] - tile.start, T[rows], width, among, moment=moment))
-        blocks.append(join(side_by_side(parts), T[rows]))
-    part = side_by_side(blocks) if blocks else _no_rows(T, kept, moment=moment)
+            found = partial_softmax(y, local[rows] - tile.start, T[rows], width, among, moment=moment)
+            parts[tile.start // head.piece].append(found)
+        none = _nothing(T[rows], kept, moment=moment)
+        each = (join(side_by_side(of_piece), T[rows]) if of_piece else none for of_piece in parts)
+        blocks.append(stacked(list(each)))
+    part = below(blocks) if blocks else stacked([_nothing(T, kept, moment=moment)] * pieces)
     if shard.group is not None:
-        part = join(vocab_parallel.gather(part, shard.group), T)
-    return softmax_stats(part, T)
+        part = vocab_parallel.gather(part, shard.group)
+    return softmax_stats(join(part, T), T)
 
 
-def _no_rows(T: Tensor, kept: KeptIds | None, *, moment: bool) -> Part:
-    sums = Sums(T, T, T if moment else None)
-    return Part(T, sums, None if kept is None else sums)
+def _nothing(T: Tensor, kept: KeptIds | None, *, moment: bool) -> Part:
+    """Statistics of no ids, [n]."""
+    top, zero = torch.full_like(T, -torch.inf), torch.zeros_like(T)
+    sums = Sums(top, zero, zero if moment else None)
+    return Part(top, sums, None if kept is None else sums)
 
 
 class _Back(NamedTuple):

@@ -26,6 +26,7 @@ from rlkernel_conformance.compare import close, plain, require, same_bits
 from rlkernel_conformance.memory import does_not_grow, least_workspace, peak
 from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.spec.logprob import Support
 
 WIDE = 1024  # a row of logits in fp32 is 4096 bytes: one that is kept per row of hidden shows
 
@@ -138,6 +139,33 @@ def ranks_agree_bit_by_bit(subject: Subject, case: Head) -> None:
         same_results(out, first, "on another rank")
         if more:
             same_bits("dX", more["hidden"], grads["hidden"], "on another rank")
+
+
+@attack("LL-32", lambda s: heads(s, N=3).map(long), scale=0.3)
+def any_number_of_ranks_gives_the_same_bits(subject: Subject, case: Head) -> None:
+    """One without a group, and groups of 1, 2, 4 and 8; with what is claimed of entropy and support."""
+    given = case.given(subject, **({"entropy": True} if "entropy" in subject.claims else {}))
+    if "support" in subject.claims:
+        every = [
+            torch.cat([chosen[None], torch.arange(i, case.V, 97, device=chosen.device)])
+            for i, chosen in enumerate(given["ids"])
+        ]
+        lengths = torch.tensor([0, *map(len, every)], device=given["ids"].device)
+        given["support"] = Support(torch.cat(every), lengths.cumsum(0))
+    want = subject(**given)
+    for ranks in (1, 2, 4, 8):
+        share = case.V // ranks
+
+        def on_rank(rank: int, group: Any, share: int = share) -> Any:
+            mine = slice(rank * share, (rank + 1) * share)
+            return subject(**{k: x[mine] if k in {"weight", "bias"} else x for k, x in given.items()}, group=group)
+
+        same_results(on_ranks(subject, ranks, on_rank)[-1], want, f"on {ranks} ranks")
+
+
+def long(case: Head) -> Head:
+    """The same with a vocabulary that 8 ranks can share: eight pieces of whole tiles, or with some ids more."""
+    return replace(case, V=(8192, 8200, 12296)[case.V % 3])
 
 
 @attack("LL-23", lambda s: heads(s, plainly=True).map(small), scale=0.5)

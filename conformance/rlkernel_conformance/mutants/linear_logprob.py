@@ -162,6 +162,11 @@ BUGS: Final = {
     ),
     "temperatures_are_clamped": plant.lenient("LL-30", "temperature 0 clamped instead of refused", temperature=clamped),
     "anonymous_errors": plant.anonymous_errors("LL-30"),
+    "joins_by_rank": Bug(
+        "LL-32",
+        "statistics of a rank are rounded before they are joined: bits depend on how many ranks there are",
+        nudges(lambda c, o: c.group is not None and c.group.size() > 1),
+    ),
     "shared_maximum": Bug(
         "LL-31",
         "one NaN row poisons the batch: a maximum over the block",

@@ -38,16 +38,19 @@ def load_moment(parts, at, there, plane, totals, weight, shift):
     return tree_sum((moments + totals * shift) * weight)
 
 
-@triton.jit(do_not_specialize=["n", "N", "P", "first"])  # bits must not depend on them
+@triton.jit(do_not_specialize=["n", "N", "P", "first", "per", "pieces"])  # bits must not depend on them
 def merge_tiles(
     parts,  # [planes, n, P] of places first .. first + n in the order of `index`
     index,  # [N] row at each place, read where HAS_INDEX
     count,  # [1] places that count, read where HAS_INDEX
-    out,  # [planes, N]
+    out,  # [planes, N, pieces]
     first, n, N, P,
+    per,  # tiles of a piece; the last piece may have fewer, or none
+    pieces,
     HAS_INDEX: tl.constexpr, SUPPORT: tl.constexpr, MOMENT: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Merge the tiles of ROWS rows into one part each, at the place of the row."""
+    """Merge the tiles of one piece of ROWS rows into one part each, at the place of the row."""
+    piece = tl.program_id(1)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = r < n
     if HAS_INDEX:
@@ -55,24 +58,25 @@ def merge_tiles(
         row = tl.load(index + first + r, mask=inside, other=0).to(tl.int64)
     else:
         row = (first + r).to(tl.int64)
-    column = tl.arange(0, WIDTH)
-    there = inside[:, None] & (column < P)[None, :]
-    at = r.to(tl.int64)[:, None] * P + column[None, :]
+    tile = tl.arange(0, WIDTH)
+    there = inside[:, None] & ((tile < per) & (tile < P - piece * per))[None, :]
+    at = r.to(tl.int64)[:, None] * P + (piece * per + tile)[None, :]
     plane = n.to(tl.int64) * P
+    to, merged = out + row * pieces + piece, N.to(tl.int64) * pieces
     # The target lies in one part, and is 0 in the others.
-    tl.store(out + row, tree_sum(tl.load(parts + at, mask=there, other=0.0)), mask=inside)
+    tl.store(to, tree_sum(tl.load(parts + at, mask=there, other=0.0)), mask=inside)
     top, total, totals, weight, shift = load_merged(parts, at, there, plane, 1)
-    tl.store(out + N + row, top, mask=inside)
-    tl.store(out + 2 * N + row, total, mask=inside)
+    tl.store(to + merged, top, mask=inside)
+    tl.store(to + 2 * merged, total, mask=inside)
     if MOMENT:
-        tl.store(out + 3 * N + row, load_moment(parts, at, there, plane, totals, weight, shift), mask=inside)
+        tl.store(to + 3 * merged, load_moment(parts, at, there, plane, totals, weight, shift), mask=inside)
     if SUPPORT:
         top, total, _, _, _ = load_merged(parts, at, there, plane, 4)
-        tl.store(out + 4 * N + row, top, mask=inside)
-        tl.store(out + 5 * N + row, total, mask=inside)
+        tl.store(to + 4 * merged, top, mask=inside)
+        tl.store(to + 5 * merged, total, mask=inside)
         top, total, _, _, _ = load_merged(parts, at, there, plane, 6)
-        tl.store(out + 6 * N + row, top, mask=inside)
-        tl.store(out + 7 * N + row, total, mask=inside)
+        tl.store(to + 6 * merged, top, mask=inside)
+        tl.store(to + 7 * merged, total, mask=inside)
 
 
 @triton.jit

@@ -44,6 +44,11 @@ def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def tiles_of(V: int, piece: int, BN: int) -> int:
+    """Tiles of the pieces of V columns, the last of a piece cut off."""
+    return V // piece * _cdiv(piece, BN) + _cdiv(V % piece, BN)
+
+
 def stats_kind(softcap: float | None, support: bool) -> str:
     """Which tile the statistics of a call want."""
     return "stats" if softcap is None and not support else "stats+"
@@ -74,7 +79,7 @@ class Operands(NamedTuple):
 class HeadStats(NamedTuple):
     """What the statistics of all rows are, and what a plan that saves keeps."""
 
-    merged: Tensor  # planes * N numbers, in the order [planes, N], and some more
+    merged: Tensor  # planes * N * pieces numbers, in the order [planes, N, pieces], and some more
     logits: Tensor | None  # [N, V] saved, less the largest of their tile
     tile_max: Tensor | None  # [N, P]
     spare: Tensor  # the room that was asked for
@@ -101,11 +106,12 @@ class Head:
         scale: factor of the logits.
         moment: the entropy is wanted.
         plan: how the work is cut.
+        pieces: how many pieces the vocabulary is cut into, and columns of one.
     """
 
     def __init__(
         self, launcher: Launcher, hidden: Tensor, weight: Tensor, rows: RowShape, *, bias: bool, scale: float,
-        moment: bool, plan: Plan,
+        moment: bool, plan: Plan, pieces: tuple[int, int],
     ) -> None:  # fmt: skip
         self._launcher, self.plan, self.N, (self.V, self.D) = launcher, plan, rows.N, weight.shape
         self.device, self._masked, support = hidden.device, rows.masked, rows.kept_row_bytes is not None
@@ -132,20 +138,22 @@ class Head:
         self._fixed = {
             **cut, **rows.fixed, "D": self.D, "V": self.V, "x_stride": x_stride, "head_stride": weight.stride(0),
             "head_step": weight.stride(1), "kept_stride": rows.kept_row_bytes or 0, "scale": scale,
-            "softcap": rows.softcap or 0.0, "HAS_BIAS": bias, "HAS_INDEX": rows.masked,
+            "softcap": rows.softcap or 0.0, "piece": pieces[1], "HAS_BIAS": bias, "HAS_INDEX": rows.masked,
             "HAS_CAP": rows.softcap is not None, "OPERAND": self._operand,
         }  # fmt: skip
         self._partial = self._bind(
             kernels.head_partial_softmax, self.tile, **self._fixed, MOMENT=moment, SAVE=plan.save
         )
-        self._P, self.planes = _cdiv(self.V, self.tile.BN), PLANES[support]
-        width = triton.next_power_of_2(self._P)
+        self.pieces, piece = pieces
+        per = _cdiv(piece, self.tile.BN)
+        self._P, self.planes = tiles_of(self.V, piece, self.tile.BN), PLANES[support]
+        width = triton.next_power_of_2(min(per, self._P))
         self._some = rows_per_program(width)
         self._merge = launcher.bind(
-            merge_tiles, num_warps=WARPS, **cut, N=rows.N, P=self._P, HAS_INDEX=rows.masked, SUPPORT=support,
-            MOMENT=moment, ROWS=self._some, WIDTH=width,
+            merge_tiles, num_warps=WARPS, **cut, N=rows.N, P=self._P, per=per, pieces=self.pieces,
+            HAS_INDEX=rows.masked, SUPPORT=support, MOMENT=moment, ROWS=self._some, WIDTH=width,
         )  # fmt: skip
-        numbers = (self.planes * min(plan.block, rows.N) * self._P, self.planes * rows.N)
+        numbers = (self.planes * min(plan.block, rows.N) * self._P, self.planes * rows.N * self.pieces)
         self._room = [-(-n // 4) * 4 for n in numbers]  # each begins at a multiple of 16 bytes
         self._gradients: dict[tuple[tuple[bool, ...], int], Launch] = {}
         self._products: dict[tuple[object, ...], Launch] = {}
@@ -186,7 +194,7 @@ class Head:
                 *of.rows.temperatures, of.rows.bits_or_any, parts, parts if saved is None else saved[first:],
                 parts if tile_max is None else tile_max[first:], *cut,
             )  # fmt: skip
-            self._merge((_cdiv(n, self._some), 1, 1), parts, *at, merged, *cut)
+            self._merge((_cdiv(n, self._some), self.pieces, 1), parts, *at, merged, *cut)
         return HeadStats(merged, saved, tile_max, spare)
 
     def gradients(

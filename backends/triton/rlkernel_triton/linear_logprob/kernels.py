@@ -11,7 +11,8 @@ how many. Tiles behind them are skipped without the host knowing.
 Bytes, with operands of s bytes, beside operands that the cache serves again: statistics N D s + V D s read, 16 N P
 written; gradient of logits the same read, 2 N V written, in blocks; each product 2 N V read, N D s or V D s written.
 
-Legend: N rows of the call · n rows of this block · D hidden · V vocabulary · P tiles of V · BM, BN, BK a tile.
+Legend: N rows of the call · n rows of this block · D hidden · V vocabulary · P tiles of V · BM, BN, BK a tile. Tiles
+are those of the pieces of V (`rlkernel_common.vocab_parallel`), the last of a piece cut off.
 """
 
 from __future__ import annotations
@@ -45,6 +46,13 @@ def tile_softmax(y, scale, MOMENT: tl.constexpr):
 
 
 @triton.jit
+def tiles_of(V, piece, BN: tl.constexpr):
+    """(tiles of a piece, tiles of all pieces) of V columns; the last piece may be short."""
+    per = tl.cdiv(piece, BN)
+    return per, V // piece * per + tl.cdiv(V % piece, BN)
+
+
+@triton.jit
 def kept_columns(kept, row, column, inside, V, kept_stride):
     """[BM, BN] which columns the rows keep."""
     byte = kept + row[:, None] * kept_stride + (column // 8)[None, :]
@@ -66,12 +74,13 @@ def head_partial_softmax(
     saved_logits,  # [n, V], written where SAVE: capped logits less the largest of their tile
     tile_max,  # [n, P], written where SAVE: that largest
     first, n, D, V, x_stride, head_stride, head_step, kept_stride, scale, softcap,
+    piece,  # columns after which a tile begins anew
     HAS_BIAS: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_T: tl.constexpr, HAS_CAP: tl.constexpr, SUPPORT: tl.constexpr,
     MOMENT: tl.constexpr, SAVE: tl.constexpr, OPERAND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Statistics of one tile [BM, BN]; this block has rows first .. first + n of the order of `index`."""
-    P = tl.cdiv(V, BN)
+    per, P = tiles_of(V, piece, BN)
     block, tile = tile_swizzle(tl.program_id(0), tl.cdiv(n, BM), P, GROUP)
     if HAS_INDEX:
         if first + block * BM >= tl.load(count):  # no row of this tile counts
@@ -79,9 +88,11 @@ def head_partial_softmax(
     r = block * BM + tl.arange(0, BM)
     inside = r < n
     row = row_at(index, first + r, inside, HAS_INDEX)
-    column = tile * BN + tl.arange(0, BN)
+    begin = tile // per * piece
+    stop = tl.minimum(begin + piece, V)
+    column = begin + tile % per * BN + tl.arange(0, BN)
     y = tile_logits(
-        x, weight, bias, r, inside, column, D, V, x_stride, head_stride, head_step, scale, HAS_BIAS, OPERAND,
+        x, weight, bias, r, inside, column, D, stop, x_stride, head_stride, head_step, scale, HAS_BIAS, OPERAND,
         BM, BN, BK,
     )  # fmt: skip
     if HAS_CAP:
@@ -90,11 +101,11 @@ def head_partial_softmax(
         largest = finite_or_zero(tl.max(y, axis=1))
         at = r.to(tl.int64)[:, None] * V + column[None, :]
         low = stored_as(y - largest[:, None], saved_logits.dtype.element_ty)
-        tl.store(saved_logits + at, low, mask=inside[:, None] & (column < V)[None, :])
+        tl.store(saved_logits + at, low, mask=inside[:, None] & (column < stop)[None, :])
         tl.store(tile_max + r.to(tl.int64) * P + tile, largest, mask=inside)
     z_scale = row_scales(T, row, inside, HAS_T, BM)
     id = tl.load(ids + row, mask=inside, other=-1).to(tl.int64)
-    chosen = column[None, :] == tl.where(id < V, id, -1).to(tl.int32)[:, None]
+    chosen = column[None, :] == tl.where(id < stop, id, -1).to(tl.int32)[:, None]
     plane = n.to(tl.int64) * P
     out = parts + r.to(tl.int64) * P + tile
     tl.store(out, tl.sum(tl.where(chosen, y, 0.0), axis=1), mask=inside)  # the target, 0 in other tiles
@@ -105,7 +116,7 @@ def head_partial_softmax(
     if MOMENT:
         tl.store(out + 3 * plane, moment, mask=inside)
     if SUPPORT:
-        among = kept_columns(kept, row, column, inside, V, kept_stride)
+        among = kept_columns(kept, row, column, inside, stop, kept_stride)
         top, total, _ = tile_softmax(tl.where(among, y, float("-inf")), z_scale, False)
         tl.store(out + 4 * plane, top, mask=inside)
         tl.store(out + 5 * plane, total, mask=inside)
@@ -129,9 +140,10 @@ def head_dlogits(
     g,  # [N] fp32 upstream gradient of logprob, read where G; the next three alike
     g_lse, g_entropy, g_mass,
     saved_logits,  # [N, V], read where FROM_SAVED in place of a product
-    tile_max,  # [N, tiles of MAX_OF columns]: what was subtracted from them
+    tile_max,  # [N, tiles of at most MAX_OF columns]: what was subtracted from them
     out,  # [n, width]
     first, n, N, start, width, D, V, x_stride, head_stride, head_step, kept_stride, scale, softcap,
+    piece,  # columns after which a tile of the saved logits begins anew
     HAS_BIAS: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_T: tl.constexpr, HAS_CAP: tl.constexpr, SUPPORT: tl.constexpr,
     G: tl.constexpr, G_LSE: tl.constexpr, G_ENTROPY: tl.constexpr, G_MASS: tl.constexpr, FROM_SAVED: tl.constexpr,
     MAX_OF: tl.constexpr, OPERAND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -154,7 +166,8 @@ def head_dlogits(
     if FROM_SAVED:
         saved_row = (first + r).to(tl.int64)
         low = tl.load(saved_logits + saved_row[:, None] * V + column[None, :], mask=written, other=0.0).to(tl.float32)
-        largest = tile_max + saved_row[:, None] * tl.cdiv(V, MAX_OF) + (column // MAX_OF)[None, :]
+        per, tiles = tiles_of(V, piece, MAX_OF)
+        largest = tile_max + saved_row[:, None] * tiles + (column // piece * per + column % piece // MAX_OF)[None, :]
         y = low + tl.load(largest, mask=written, other=0.0)
     else:
         y = tile_logits(

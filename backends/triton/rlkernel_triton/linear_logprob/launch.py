@@ -26,7 +26,16 @@ from rlkernel_triton.common.softmax_rows import MergeSoftmax, RowShape, RowTenso
 from rlkernel_triton.common.support_bitmask import SupportBitmask, bitmask_like, support_bitmask
 from rlkernel_triton.launchers import launcher_for
 from rlkernel_triton.linear_logprob import workspace as memory
-from rlkernel_triton.linear_logprob.head import Head, HeadStats, Operands, RowOrder, SavedRows, saved_dtype, stats_kind
+from rlkernel_triton.linear_logprob.head import (
+    Head,
+    HeadStats,
+    Operands,
+    RowOrder,
+    SavedRows,
+    saved_dtype,
+    stats_kind,
+    tiles_of,
+)
 
 NOWHERE = 1 << 62  # size of a vocabulary in which every id is found: what is invalid is -1 already
 
@@ -45,7 +54,8 @@ def _size(call: LinearLogprobCall) -> memory.Size:
     hidden, weight, N, (V, D) = call.hidden, call.weight, call.ids.numel(), call.weight.shape
     item = max(x.element_size() for x in (hidden, weight))
     ranks = 1 if call.group is None else call.group.size()
-    return memory.Size(N, D, V, item, _tile(call).BN, call.support is not None, ranks)
+    tiles = tiles_of(V, vocab_parallel.pieces(V, ranks)[1], _tile(call).BN)
+    return memory.Size(N, D, V, item, tiles, call.support is not None, ranks)
 
 
 def linear_logprob(call: LinearLogprobCall) -> LogprobResult:
@@ -100,8 +110,8 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
         if call.mask is not None:
             order = ids.new_empty(N, dtype=torch.int64), ids.new_empty(1, dtype=torch.int64)
         if _cut(call).save:
-            tile, kind = _tile(call), saved_dtype(call.hidden, call.weight)
-            logits = ids.new_empty((N, V), dtype=kind), ids.new_empty((N, -(-V // tile.BN)), dtype=torch.float32)
+            kind = saved_dtype(call.hidden, call.weight)
+            logits = ids.new_empty((N, V), dtype=kind), ids.new_empty((N, _size(call).tiles), dtype=torch.float32)
         return (
             call.hidden, call.weight, call.bias, T if isinstance(T, Tensor) else None,
             ids if call.group is None else ids.new_empty(N, dtype=torch.int64), result.invalid, *order,
@@ -119,13 +129,14 @@ class _Host:
         T = None if isinstance(call.temperature, Tensor) else float(call.temperature)
         row_bytes = None if support is None else -(-V // 32) * 4
         ranks, cut, launcher = 1 if group is None else group.size(), _cut(call), launcher_for(call.hidden.device)
+        pieces = vocab_parallel.pieces(V, ranks)
         rows = RowShape(N, V, T, call.softcap, call.mask is not None, row_bytes)
         self.head = Head(
             launcher, call.hidden, call.weight, rows, bias=call.bias is not None, scale=float(call.logit_scale),
-            moment=call.entropy, plan=cut._replace(save=cut.save and keep),
+            moment=call.entropy, plan=cut._replace(save=cut.save and keep), pieces=pieces,
         )  # fmt: skip
         self._merge = MergeSoftmax(
-            launcher, rows, V if group is None else NOWHERE, ranks, shape, call.hidden.device, keep=keep,
+            launcher, rows, V if group is None else NOWHERE, ranks * pieces[0], shape, call.hidden.device, keep=keep,
             moment=call.entropy,
         )  # fmt: skip
         self._keep, self._rest = keep, 0 if keep else SAVED_PLANES * N
@@ -160,8 +171,8 @@ class _Host:
         stats = head.statistics(of, self._rest)
         every = stats.merged
         if group is not None:
-            own = every[: head.planes * head.N].view(head.planes, head.N)
-            every = vocab_parallel.gathered(own, group).permute(1, 2, 0).contiguous()
+            own = every[: head.planes * head.N * head.pieces].view(head.planes, head.N, head.pieces)
+            every = vocab_parallel.gathered(own, group).permute(1, 2, 0, 3).contiguous()
         row = self._merge(every, RowTensors(ids, T, mask, kept), None if self._keep else stats.spare)
         result = filled(LogprobResult, logprob=row[0], lse=row[1], entropy=row[2], log_kept_mass=row[3], invalid=row[4])
         return result, of, row.saved, stats
