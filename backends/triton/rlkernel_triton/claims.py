@@ -57,16 +57,22 @@ _EPILOGUE: Final = frozenset({
 
 CLAIMS: Final[Mapping[str, Claim]] = {
     "logprob": Claim(
-        "rlkernel_triton.logprob.launch:prepare", prepared=True, gradient="rlkernel_triton.logprob.launch:LogprobPair"
+        "rlkernel_triton.logprob.launch:prepare",
+        prepared=True,
+        gradient="rlkernel_triton.logprob.launch:LogprobPair",
+        sums="tiles/tree/f32",
     ),
     "linear_logprob": Claim(
         "rlkernel_triton.linear_logprob.launch:prepare",
         workspace="rlkernel_triton.linear_logprob.launch:workspace",
         prepared=True,
         gradient="rlkernel_triton.linear_logprob.launch:LinearLogprobPair",
+        sums="mma16/p8/tree/f32",
     ),
-    "sample": Claim("rlkernel_triton.sample.launch:prepare", prepared=True),
-    "lm_head_sample": Claim("rlkernel_triton.lm_head_sample.launch:prepare", prepared=True),
+    "sample": Claim("rlkernel_triton.sample.launch:prepare", prepared=True, sums="g64/tree/f32"),
+    "lm_head_sample": Claim(
+        "rlkernel_triton.lm_head_sample.launch:prepare", prepared=True, sums="mma16/g64/tree/f32"
+    ),
     "verify": Claim("rlkernel_triton.verify.launch:prepare", prepared=True),
     # Captured Triton kernels have been reported to fault on gfx11 and gfx12.
     "capture": Claim(
