@@ -70,9 +70,7 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         sums="mma16/p8/tree/f32",
     ),
     "sample": Claim("rlkernel_triton.sample.launch:prepare", prepared=True, sums="g64/tree/f32"),
-    "lm_head_sample": Claim(
-        "rlkernel_triton.lm_head_sample.launch:prepare", prepared=True, sums="mma16/g64/tree/f32"
-    ),
+    "lm_head_sample": Claim("rlkernel_triton.lm_head_sample.launch:prepare", prepared=True, sums="mma16/g64/tree/f32"),
     "verify": Claim("rlkernel_triton.verify.launch:prepare", prepared=True),
     # Captured Triton kernels have been reported to fault on gfx11 and gfx12.
     "capture": Claim(

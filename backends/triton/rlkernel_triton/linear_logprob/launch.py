@@ -54,8 +54,9 @@ def _size(call: LinearLogprobCall) -> memory.Size:
     hidden, weight, N, (V, D) = call.hidden, call.weight, call.ids.numel(), call.weight.shape
     item = max(x.element_size() for x in (hidden, weight))
     ranks = 1 if call.group is None else call.group.size()
-    tiles = tiles_of(V, vocab_parallel.pieces(V, ranks)[1], _tile(call).BN)
-    return memory.Size(N, D, V, item, tiles, call.support is not None, ranks)
+    pieces, piece = vocab_parallel.pieces(V, ranks)
+    tiles = tiles_of(V, piece, _tile(call).BN)
+    return memory.Size(N, D, V, item, tiles, call.support is not None, ranks * pieces)
 
 
 def linear_logprob(call: LinearLogprobCall) -> LogprobResult:

@@ -11,13 +11,14 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.spec.linear_logprob import PIECES
 from rlkernel_triton.launchers.planning import current
 
 # Rows and columns of a block of gradients, largest first. Bits do not depend on them. The first keeps a batch of 16384
 # rows in one block, so that its logits are made again once and not twice.
 BLOCKS: Final = ((16384, 4096), (8192, 4096), (4096, 2048), (2048, 1024), (1024, 512), (256, 256), (64, 64))
-PER_ROW: Final = 256  # bytes: statistics, ids, order, temperatures; statistics of a piece or rank take 64 more
+PER_ROW: Final = (
+    256  # bytes: ids, order, temperatures, what the gradient needs; each part of the statistics takes 64 more
+)
 SMALL: Final = 1 << 16  # counts, and what an allocator rounds up
 FREE: Final = 1 << 17  # bytes of gradients of logits that a block may always take
 
@@ -31,7 +32,7 @@ class Size(NamedTuple):
     item: int  # bytes of an operand
     tiles: int  # of V
     support: bool
-    ranks: int
+    parts: int  # of a row's statistics, all ranks together
 
 
 class Plan(NamedTuple):
@@ -44,15 +45,15 @@ class Plan(NamedTuple):
 
 def workspace(plan: Plan, size: Size) -> int:
     """Most bytes of a call, forward and backward, beyond its results and gradients."""
-    N, D, V, item, tiles, support, ranks = size
+    N, D, V, item, tiles, support, parts = size
     block, columns = min(plan.block, N), min(plan.columns, V)
-    parts = (8 if support else 4) * 4 * block * tiles
+    of_tiles = (8 if support else 4) * 4 * block * tiles
     dz = block * columns * max(item, 2)
     sums = 4 * D * (block + (columns if plan.block < N else 0))
-    rows = N * (PER_ROW + 64 * max(ranks, PIECES)) + (4 * N * -(-V // 32) if support else 0)
+    rows = N * (PER_ROW + 64 * parts) + (4 * N * -(-V // 32) if support else 0)
     saved = N * (V * item + 4 * tiles) if plan.save else 0
     copied = 2 * block * D * item  # hidden states of two blocks, where they do not lie together
-    return max(parts, dz + sums + 4 * columns) + copied + rows + saved + SMALL
+    return max(of_tiles, dz + sums + 4 * columns) + copied + rows + saved + SMALL
 
 
 def plan(backward: str, limit: int | None, size: Size) -> Plan:
