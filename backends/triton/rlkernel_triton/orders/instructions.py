@@ -8,14 +8,15 @@ from typing import Final
 
 import numpy as np
 
-from rlkernel_triton.orders import arithmetic, matrix, movement
+from rlkernel_triton.orders import arithmetic, matrix, movement, tensor_copy
 from rlkernel_triton.orders.arithmetic import hash_of
 from rlkernel_triton.orders.errors import DataDependentError, UnknownPtxError
 from rlkernel_triton.orders.machine import KINDS, Machine, Step, Value, selected
 from rlkernel_triton.orders.ptx import Instruction, PtxKernel
 
 _MOVES: Final[Mapping[str, Callable[[Instruction], Step]]] = {
-    "mov": movement.move, "prmt": movement.permute, "shfl": movement.shuffle, "redux": movement.reduction,
+    "cvta": movement.move, "mov": movement.move, "prmt": movement.permute, "shfl": movement.shuffle,
+    "redux": movement.reduction,
     "ld": movement.load, "st": movement.store, "cp": movement.copy, "red": movement.atomic,
     "ldmatrix": movement.load_matrix, "stmatrix": movement.store_matrix,
 }  # fmt: skip
@@ -36,8 +37,14 @@ def bind(ins: Instruction, kernel: PtxKernel, level: str) -> Step:
         return _branch(ins)
     if ins.name in {"bar", "barrier"}:
         return lambda _: "bar"
-    if ins.name in _IDLE:
+    if ins.name in _IDLE or (ins.name == "mbarrier" and ins.parts[0] != "try_wait"):
         return lambda _: None
+    if ins.name == "mbarrier":
+        return partial(movement.set_predicate, to=ins.operands[0], where=None)
+    if ins.name == "elect":
+        return partial(movement.set_predicate, to=ins.operands[0].parts[1], where=0)
+    if ins.name == "cp" and "bulk" in ins.parts:
+        return tensor_copy.copy_box(ins)
     if ins.name in _MOVES:
         return _MOVES[ins.name](ins)
     if ins.name in _COMPUTES:

@@ -26,6 +26,7 @@ from rlkernel_triton.orders.instructions import bind
 from rlkernel_triton.orders.machine import Machine, Value
 from rlkernel_triton.orders.memory import GlobalMemory
 from rlkernel_triton.orders.ptx import PtxKernel, read_ptx
+from rlkernel_triton.orders.tensor_copy import box_of
 
 
 class OrderLauncher(Launcher):
@@ -67,28 +68,43 @@ class OrderLaunch:
         """
         launcher = self._launcher
         build = build_of(self.binding, args)
-        kernel, shared = code(build, launcher.name)
+        kernel, shared, boxes = code(build, launcher.name)
         given = passed(self.binding, build, args, launcher.memory)
         launcher.fusable[kernel.name] = kernel.fusable
         x, y, z = (*grid, 1, 1)[:3]
-        Machine(kernel, bind, shared, launcher.level).launch((x, y, z), _parameters(kernel, given), launcher.memory)
+        parameters, described = _parameters(kernel, given), {}
+        for i, about in zip((i for i, x in enumerate(given) if _is_descriptor(x)), boxes, strict=True):
+            described[_address(i)] = box_of(given[i], launcher.memory.of(given[i].base), about)
+        Machine(kernel, bind, shared, launcher.level).launch((x, y, z), parameters, launcher.memory, described)
 
 
 def passed(binding: Binding, build: Build, args: tuple[Any, ...], memory: GlobalMemory) -> list[Any]:
     """What a launch passes to the code of a build, in its order; tensors have a place in `memory` then."""
     values, compiled = {**binding.fixed, **binding.by_name(args)}, dict(build.types)
-    given = [values[p.name] for p in binding.parameters if p.name in compiled]
-    for x in given:
-        if isinstance(x, torch.Tensor) and x.numel():
-            memory.of(x)
+    given = []
+    for x in (values[p.name] for p in binding.parameters if p.name in compiled):
+        given += [x, *x.shape, *x.strides] if _is_descriptor(x) else [x]
+        tensor = x.base if _is_descriptor(x) else x
+        if isinstance(tensor, torch.Tensor) and tensor.numel():
+            memory.of(tensor)
     return given
 
 
+def _is_descriptor(x: Any) -> bool:
+    return type(x).__name__ == "TensorDescriptor"
+
+
+def _address(i: int) -> int:
+    """Where the i-th parameter would lie, if it is a structure."""
+    return (i + 1) << 12
+
+
 @cache
-def code(build: Build, target: str) -> tuple[PtxKernel, int]:
-    """A build's PTX, read once, and the bytes of shared memory of a block."""
+def code(build: Build, target: str) -> tuple[PtxKernel, int, tuple[dict[str, Any], ...]]:
+    """A build's PTX, read once, the bytes of shared memory of a block, and what descriptors are of, in their order."""
     made = compile_recorded(build, target)
-    return read_ptx(made.compiled.asm["ptx"]), made.shared
+    boxes = getattr(made.compiled.metadata, "tensordesc_meta", None) or ()
+    return read_ptx(made.compiled.asm["ptx"]), made.shared, tuple(boxes)
 
 
 def _parameters(kernel: PtxKernel, given: list[Any]) -> dict[str, Value]:
@@ -98,6 +114,9 @@ def _parameters(kernel: PtxKernel, given: list[Any]) -> dict[str, Value]:
         value = given[i] if i < len(given) else 0
         if isinstance(value, torch.Tensor):
             value = value.data_ptr()
+        if _is_descriptor(value):
+            found[name] = Value(np.uint64(_address(i)))
+            continue
         if isinstance(value, float):
             bits = np.frombuffer(np.float32(value).tobytes() if size == 4 else np.float64(value).tobytes(), f"u{size}")[
                 0

@@ -9,7 +9,8 @@ Legend: T threads of the blocks that run together. A value is [T] or a number, o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -56,13 +57,19 @@ class Machine:
         self.registers: dict[str, Value] = {}
         self.taken: Array = np.zeros(0, bool)  # where the last branch was taken
 
-    def launch(self, grid: tuple[int, int, int], parameters: dict[str, Value], memory: GlobalMemory) -> None:
-        """Run all blocks of a grid.
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        parameters: dict[str, Value],
+        memory: GlobalMemory,
+        boxes: Mapping[int, Any] = MappingProxyType({}),
+    ) -> None:
+        """Run all blocks of a grid; `boxes`: what a descriptor at an address is of (`tensor_copy.Boxes`).
 
         Raises:
             NoCertificateError: the order cannot be derived; the message names the instruction.
         """
-        self.memory, self.parameters, self.grid = memory, parameters, grid
+        self.memory, self.parameters, self.grid, self.boxes = memory, parameters, grid, boxes
         x, y, z = grid
         blocks = np.array([(i, j, k) for k in range(z) for j in range(y) for i in range(x)], np.uint32)
         some = max(1, THREADS_AT_ONCE // self.kernel.threads)
@@ -156,6 +163,8 @@ class Machine:
             return Value(KINDS[width](op.value & ((1 << width) - 1)))
         if op.kind == "special":
             return Value(self.specials[op.name])
+        if op.kind == "symbol" and op.name in self.parameters:  # the address of one that is a structure
+            return Value(KINDS[width](int(self.parameters[op.name].bits)))
         if op.kind == "symbol":
             if op.name not in self.kernel.shared:
                 raise UnknownPtxError(f"the variable {op.name} is not modeled")

@@ -57,12 +57,15 @@ def _put(m: Machine, registers: tuple[Operand, ...], threads: Array, values: Arr
 def product(name: str, acc: Array, a: Array, b: Array) -> Array:
     """Hashes [G, m, n] of an accumulator [G, m, n], A [G, m, k] and B [G, n, k].
 
-    Which of the two is A does not count for the order.
+    Which of the two is A does not count for the order. Zeros times zeros change no sum: a step beyond the end of what
+    is summed is none.
     """
     rows, columns = e.row("row", a)[:, :, None], e.row("row", b)[:, None, :]
-    if name.startswith(ORDER):
-        return e.commutative(name, rows, columns, acc)
-    return e.expression(name, rows, columns, acc)
+    made = e.commutative if name.startswith(ORDER) else e.expression
+    zero = e.constant(np.zeros((), U64), 16)
+    nothing = (a == zero).all(-1)[:, :, None] & (b == zero).all(-1)[:, None, :]
+    found: Array = np.where(nothing, acc, made(name, rows, columns, acc))
+    return found
 
 
 def multiplied(

@@ -22,6 +22,11 @@ def full(m: Machine, value: Value, n: int) -> tuple[Array, Array]:
     )
 
 
+def set_predicate(m: Machine, *, to: Operand, where: int | None) -> None:
+    """A predicate that is true in one lane of a warp, or in all."""
+    m.write(to, Value(np.ones(m.T, bool) if where is None else m.lane == where))
+
+
 def move(ins: Instruction) -> Step:
     """mov: a register, or several that are one."""
     to, source = ins.operands

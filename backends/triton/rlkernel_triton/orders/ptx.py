@@ -17,10 +17,10 @@ _WIDTHS_OF_PARAMETERS: Final = {"8": 1, "16": 2, "32": 4, "64": 8}
 class Operand(NamedTuple):
     """One operand."""
 
-    kind: str  # "register", "number", "special", "symbol", "place", "vector", "pair"
-    name: str = ""  # of a register, a special register, a symbol or the base of a place
+    kind: str  # "register", "number", "special", "symbol", "place", "box", "vector", "pair"
+    name: str = ""  # of a register, a special register, a symbol, the base of a place or the descriptor of a box
     value: int = 0  # the bits of a number, or the offset of a place
-    parts: tuple[Operand, ...] = ()  # of a vector or of a pair "p|q"
+    parts: tuple[Operand, ...] = ()  # of a vector or of a pair "p|q"; the coordinates of a box
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,8 @@ def operand(text: str) -> Operand:
     if text.startswith("{"):
         return Operand("vector", parts=tuple(operand(t) for t in _split(text.strip("{} "))))
     if text.startswith("["):
+        if box := re.fullmatch(r"\[\s*(%\w+)\s*,\s*(\{.*\})\s*\]", text):
+            return Operand("box", box[1], parts=operand(box[2]).parts)
         found = re.fullmatch(r"\[\s*([\w$%.]+)\s*(?:\+\s*(-?\w+))?\s*\]", text)
         if not found:
             raise UnknownPtxError(f"the address {text} is not modeled")
@@ -105,7 +107,7 @@ def operand(text: str) -> Operand:
 
 def instruction(text: str) -> Instruction:
     """One instruction, without its semicolon."""
-    found = re.fullmatch(r"(?:@(!?)(%\w+)\s+)?([a-z][\w.:]*)\s*(.*)", text, re.DOTALL)
+    found = re.fullmatch(r"(?:@(!?)(%?\w+)\s+)?([a-z][\w.:]*)\s*(.*)", text, re.DOTALL)
     if not found:
         raise UnknownPtxError(f"`{text}` is not modeled")
     unless, guard, opcode, rest = found.groups()
@@ -125,10 +127,14 @@ def read_ptx(text: str) -> PtxKernel:
         raise UnknownPtxError("the PTX holds no kernel")
     target = re.search(r"\.target\s+(\w+)", text)
     parameters, offset = [], 0
-    for declared in re.finditer(r"\.param\s+\.[a-z](8|16|32|64)[^,]*?([\w$]+)\s*(?:,|$)", entry[2].strip() + ","):
-        size = _WIDTHS_OF_PARAMETERS[declared[1]]
-        offset = -(-offset // size) * size
-        parameters.append((declared[2], offset, size))
+    for declared in re.finditer(
+        r"\.param\s+(?:\.align\s+(\d+)\s+)?\.[a-z](8|16|32|64)[^,]*?([\w$]+)(?:\[(\d+)\])?\s*(?:,|$)",
+        entry[2].strip() + ",",
+    ):
+        size = _WIDTHS_OF_PARAMETERS[declared[2]] * int(declared[4] or 1)
+        step = int(declared[1] or size)
+        offset = -(-offset // step) * step
+        parameters.append((declared[3], offset, size))
         offset += size
     threads = re.search(r"\.(?:req|max)ntid\s+(\d+)", entry[3])
     if not threads:
