@@ -31,7 +31,14 @@ from rlkernel_core.spec import OPERATORS
 
 # title of a page -> modules whose names it has
 PAGES: Final = {
-    "rlkernel": ("rlkernel", "rlkernel.distributed", "rlkernel.lock", "rlkernel.record", "rlkernel.agree"),
+    "rlkernel": (
+        "rlkernel",
+        "rlkernel.distributed",
+        "rlkernel.context_parallel",
+        "rlkernel.lock",
+        "rlkernel.record",
+        "rlkernel.agree",
+    ),
     "rlkernel.nn and rlkernel.checkpoints": ("rlkernel.nn", "rlkernel.checkpoints"),
     "rlkernel.integrations": ("rlkernel.integrations", "rlkernel.integrations.trl"),
     "rlkernel_core": ("rlkernel_core", "rlkernel_core.spec", "rlkernel_core.gradients", "rlkernel_core.quant"),

@@ -302,6 +302,11 @@ CHANGES: Mapping[str, Callable[[], Changes]] = {
     "lm_head_sample": lm_head_sample,
     "verify": verify,
     "quantize": quantize,
+    "fake_quantize": lambda: {
+        "format": Change("nf4"),
+        "dtype": Change(torch.bfloat16),
+        "clipped": Change(True),
+    },
     "dequantize": lambda: {"dtype": Change(torch.bfloat16)},
     "prepack": lambda: {"layout": Change("canonical")},
     "qmatmul": qmatmul,

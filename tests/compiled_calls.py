@@ -59,6 +59,8 @@ EXAMPLES = (
     example("lm_head_sample", temperature=0.8, top_p=0.9, entropy=True),
     example("verify", cut=False),
     example("quantize", format="nf4", cut=False),
+    example("fake_quantize", cut=False),
+    example("fake_quantize", format="int4_g32_asym", dtype=torch.bfloat16, clipped=True, cut=False),
     example("dequantize", cut=False),
     example("prepack", cut=False),
     example("qmatmul", lora=LoRA(draw(2, D), draw(V, 2), 0.5)),

@@ -69,6 +69,7 @@ def more(group: Any) -> Mapping[str, list[Call]]:
         "lm_head_sample": [joint, head[1]],
         "verify": [joint, {"top_k": torch.tensor([3, 5])}],
         "quantize": [{"format": spec} for spec in formats()],
+        "fake_quantize": [{"format": spec} for spec in formats()],
         "dequantize": weights(),
         "prepack": weights(),
         "glu": [{"activation": a} for a in GATES],

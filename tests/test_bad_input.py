@@ -17,7 +17,11 @@ from tests.argument_changes import CHANGES
 
 ARGUMENTS = [(operator, name) for operator in OPERATORS for name in OPERATORS[operator].parameters]
 # Refusals that have an error of their own: by operator and argument, for strings.
-OWN_ERROR = {("quantize", "format"): rlk.UnknownNameError, ("prepack", "layout"): rlk.LayoutError}
+OWN_ERROR = {
+    ("quantize", "format"): rlk.UnknownNameError,
+    ("fake_quantize", "format"): rlk.UnknownNameError,
+    ("prepack", "layout"): rlk.LayoutError,
+}
 
 
 def test_every_operator_and_every_optional_argument_is_in_the_tables() -> None:

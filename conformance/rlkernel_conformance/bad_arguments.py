@@ -91,6 +91,7 @@ FINE: dict[str, tuple[str, ...]] = {
     "head.weight": ("a row less", "a row more"),
     "whiten.x": (*SIZES, *ANY_REAL, "meta"),
     "shape_rewards.rewards": ("one more dimension", "a row less", "a row more", *ANY_REAL, "meta"),
+    "fake_quantize.weight": ("a row less", "a row more", "meta"),
     "quantize.weight": ("a row less", "a row more", "meta"),
     "qmatmul.x": SIZES[:4],
     "linear.x": ("one more dimension", "a dimension less", "a row less", "a row more"),
@@ -243,6 +244,14 @@ REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
         ("weight", {"weight": torch.zeros(V, 0)}),
         ("out", {"weight": torch.zeros(V, D, device="meta"), "out": stored(V)}),
         ("dtype", {"dtype": torch.bfloat16, "out": stored(V)}),
+    ],
+    "fake_quantize": lambda: [
+        ("unknown format 'int4_g32?'; did you mean 'int4_g32'", {"format": "int4_g32?"}),
+        ("weight", {"weight": torch.zeros(0, D)}),
+        ("weight", {"weight": torch.zeros(V, 0)}),
+        ("dtype", {"dtype": torch.int8}),
+        ("dtype", {"dtype": torch.float64}),
+        ("clipped", {"clipped": 1}),
     ],
     "linear_policy_loss": lambda: [
         ("weight", {"weight": torch.zeros(V, D + 1)}),

@@ -231,6 +231,7 @@ EXAMPLES: Final[Mapping[str, Callable[[Example], Arguments]]] = {
     "sample": lambda e: {"logits": e.normal(e.N, V), **e.noise(e.N)},
     "lm_head_sample": lambda e: {**e.head(), **e.noise(e.N)},
     "verify": _verify,
+    "fake_quantize": lambda e: {"weight": e.normal(e.outputs, D), "format": e.format() if e.subject else "int4_g32"},
     "quantize": lambda e: {"weight": e.normal(e.outputs, D), "format": e.format() if e.subject else "int4_g32"},
     "dequantize": Example.stored,
     "prepack": Example.stored,

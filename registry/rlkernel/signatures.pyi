@@ -185,6 +185,21 @@ class _Dequantize(_DequantizeFunction[Tensor], Operator, Protocol):
 
 dequantize: _Dequantize
 
+class _FakeQuantizeFunction(Protocol[_R_co]):
+    def __call__(
+        self,
+        weight: Tensor,
+        format: str | QuantSpec,
+        *,
+        dtype: torch.dtype | None = None,
+        clipped: bool = False,
+    ) -> _R_co: ...
+
+class _FakeQuantize(_FakeQuantizeFunction[Tensor], Operator, Protocol):
+    bind: _FakeQuantizeFunction[_FakeQuantizeFunction[Tensor]]
+
+fake_quantize: _FakeQuantize
+
 class _GluFunction(Protocol[_R_co]):
     def __call__(
         self,

@@ -26,6 +26,7 @@ _WHERE: Final[dict[str, str]] = {
     "quantize": "quantize:QUANTIZE",
     "dequantize": "quantize:DEQUANTIZE",
     "prepack": "quantize:PREPACK",
+    "fake_quantize": "fake_quantize:SPEC",
     "qmatmul": "qmatmul:SPEC",
     "capture": "capture:SPEC",
     "advantage": "advantage:SPEC",

@@ -150,6 +150,16 @@ CASES = {
             QuantSpec.named("fp8_channel", element="e4m3fnuz"),
         )
     ],
+    "fake_quantize": [
+        (str(spec), lambda spec=spec: (WEIGHT, spec), {"clipped": True}, 0, 0)
+        for spec in (
+            QuantSpec.named("int4_g128"),
+            QuantSpec.named("nf4"),
+            QuantSpec.named("nvfp4"),
+            QuantSpec.named("gguf_q4_k"),
+            QuantSpec.named("fp8_channel", element="e4m3fnuz"),
+        )
+    ],
     "dequantize": [
         (name, lambda name=name, options=options: (weights(name, **options),), {"dtype": BF16}, 0, 0)
         for name, options in (

@@ -31,6 +31,7 @@ TARGETS: dict[str, tuple[str, Requires, frozenset[str]]] = {
     # The order of summation inside a BLAS product depends on the number of rows.
     "qmatmul": ("rlkernel_torch.qmatmul:qmatmul", _FLOATS, frozenset({"batch_invariant"})),
     "quantize": ("rlkernel_torch.quantize:quantize", _FLOATS, frozenset()),
+    "fake_quantize": ("rlkernel_torch.fake_quantize:fake_quantize", _FLOATS, frozenset()),
     "rollout_buffer": ("rlkernel_torch.rollout_buffer:rollout_buffer", _ANY, frozenset()),
     "sample": ("rlkernel_torch.sample:sample", _FLOATS, frozenset()),
     "lm_head_sample": ("rlkernel_torch.lm_head_sample:lm_head_sample", _FLOATS, frozenset()),
@@ -57,6 +58,7 @@ PAIRS: dict[str, str] = {
     "logprob": "rlkernel_torch.logprob:LogprobPair",
     "policy_loss": "rlkernel_torch.policy_loss:PolicyLossPair",
     "qmatmul": "rlkernel_torch.qmatmul:QmatmulPair",
+    "fake_quantize": "rlkernel_torch.fake_quantize:FakeQuantizePair",
     "linear": "rlkernel_torch.linear:LinearPair",
     "grouped_linear": "rlkernel_torch.grouped_linear:GroupedLinearPair",
     "route": "rlkernel_torch.route:RoutePair",

@@ -101,6 +101,13 @@ CLAIMS: Final[Mapping[str, Claim]] = {
     "quantize": Claim(
         "rlkernel_triton.quant.quantize:prepare", (*FLOATS, "float64"), only=_QUANTIZED_TO | _ALWAYS, prepared=True
     ),
+    "fake_quantize": Claim(
+        "rlkernel_triton.quant.fake_quantize:prepare",
+        (*FLOATS, "float64"),
+        only=(_QUANTIZED_TO - {"out"}) | _ALWAYS | {"grad", "clipped"},
+        prepared=True,
+        gradient="rlkernel_triton.quant.fake_quantize:FakeQuantizePair",
+    ),
     "dequantize": Claim("rlkernel_triton.quant.dequantize:prepare", (), only=_FORMATS | _ALWAYS, prepared=True),
     "prepack": Claim("rlkernel_triton.quant.layouts:prepack", (), only=_FORMATS | _ALWAYS),
     "qmatmul": Claim(

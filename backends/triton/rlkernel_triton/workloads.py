@@ -326,6 +326,16 @@ _QUANTIZE: Final = {
         for name in _TILED
     },
 }
+_FAKED: Final = {
+    **{
+        name: Workload({"weight": _real(4096, 4096, dtype=BF16, grad=True), "format": name, "clipped": True}, ("",))
+        for name in ("int4_g128", *_CODED, "gguf_q4_0", "nf4")
+    },
+    "nf4, ragged": Workload({"weight": _real(4100, 4100, dtype=BF16), "format": "nf4"}),
+    "nf4, double_quant": Workload(
+        {"weight": _real(4096, 4096, dtype=BF16), "format": QuantSpec.named("nf4", double_quant=True)}
+    ),
+}
 _DEQUANTIZE: Final = {
     **{name: Workload({"w": _weight(name)}) for name in ("int4_g128", "fp8_channel", *_BLOCKS)},
     **{f"{name}, tiles": Workload({"w": _weight(name, tiles=True)}) for name in ("int4_g128", "mxfp4", "nvfp4")},
@@ -503,6 +513,7 @@ WORKLOADS: Final[Mapping[str, Mapping[str, Workload]]] = {
     "policy_loss": _LOSS,
     "linear_policy_loss": _LINEAR_LOSS,
     "quantize": _QUANTIZE,
+    "fake_quantize": _FAKED,
     "dequantize": _DEQUANTIZE,
     "prepack": _PREPACK,
     "qmatmul": _QMATMUL,

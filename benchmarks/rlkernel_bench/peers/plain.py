@@ -164,6 +164,19 @@ def glu(_work: Work) -> Call:
     return run
 
 
+def fake_quantize(work: Work) -> Call:
+    """Fake quantization by torch, which takes a scale per row of fp32 weights and multiplies with its inverse."""
+    if work.options["format"] != "int8_channel" or work.dtype != "float32":
+        raise NotImplementedError("takes int8_channel in fp32 only")
+
+    def run(given: Inputs) -> Outputs:
+        scale = given["weight"].abs().amax(1) / 127
+        none = torch.zeros(len(scale), dtype=torch.int32, device=scale.device)
+        return {"y": torch.fake_quantize_per_channel_affine(given["weight"], scale, none, 0, -127, 127)}
+
+    return run
+
+
 def attention(work: Work) -> Call:
     """Torch's own, over keys in rows: it knows no pages."""
     B, M, S = (work.sizes[s] for s in "BMS")
@@ -198,6 +211,7 @@ PEERS = (
             "lm_head_sample": lm_head_sample,
             "rms_norm": rms_norm,
             "glu": glu,
+            "fake_quantize": fake_quantize,
             "attention": attention,
             "ratio_kl": ratio_kl,
             "rollout": rollout,

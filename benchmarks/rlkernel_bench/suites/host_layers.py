@@ -31,6 +31,14 @@ def _attended(given: Inputs) -> Outputs:
     return {"out": out[0].transpose(0, 1)}
 
 
+def _there_and_back(given: Inputs) -> Outputs:
+    """Bytes with a scale per row, by torch's own fake quantization of fp32."""
+    weight = given["weight"]
+    scale = weight.detach().abs().amax(1) / 127
+    none = torch.zeros(len(scale), dtype=torch.int32, device=weight.device)
+    return {"y": torch.fake_quantize_per_channel_affine(weight, scale, none, 0, -127, 127)}
+
+
 LAYERS: Final = (
     Case(
         "linear",
@@ -57,6 +65,17 @@ LAYERS: Final = (
         "linear",
         wanted=("x", "weight"),
         dtype="bfloat16",
+    ),
+    Case(
+        "fake_quantize",
+        {"N": 64, "K": 256},
+        lambda draw: {"weight": draw.normal(64, 256)},
+        lambda op, g: op(g["weight"], "int8_channel"),
+        lambda r: {"y": r},
+        _there_and_back,
+        "abs, amax, divide, zeros, fake_quantize_per_channel_affine",
+        wanted=("weight",),
+        options={"format": "int8_channel"},
     ),
     Case(
         "route",

@@ -30,6 +30,7 @@ MODULES: Final = (
     "quantize",
     "dequantize",
     "prepack",
+    "fake_quantize",
     "qmatmul",
     "capture",
     "rollout_buffer",

@@ -188,6 +188,11 @@ def _quantize(m: _Maker) -> Callable[[], Any]:
     return call
 
 
+def _fake_quantize(m: _Maker) -> Callable[[], Any]:
+    weight = m.floats(m.sizes.hidden, m.sizes.hidden, grad=True)
+    return lambda: rlkernel.fake_quantize(weight, m.sizes.format)
+
+
 def _linear(m: _Maker) -> Callable[[], Any]:
     D = m.sizes.hidden
     x, weight = m.floats(m.sizes.tokens, D, grad=True), m.floats(D, D, grad=True)
@@ -250,6 +255,7 @@ EXAMPLES_OF: Final[Mapping[str, Callable[[_Maker], Callable[[], Any]]]] = {
     "glu": _glu,
     "quantize": _quantize,
     "dequantize": _dequantize,
+    "fake_quantize": _fake_quantize,
     "qmatmul": _qmatmul,
 }
 

@@ -6,6 +6,8 @@
     ...
     nn.requantize_(model, trainer.state_dict())     # after every update of the policy; addresses stay
 
+`nn.weight_delta` and `nn.apply_delta_` send what changed in a weight in place of all of it.
+
 Where the model does not fit twice, `nn.load_quantized` fills it from its file, one weight at a time.
 
 Importing this package loads torch.
@@ -13,6 +15,7 @@ Importing this package loads torch.
 
 from __future__ import annotations
 
+from rlkernel.nn.delta import apply_delta_, weight_delta
 from rlkernel.nn.linear import QuantLinear
 from rlkernel.nn.load import LoadReport, load_quantized
 from rlkernel.nn.model import QuantPolicy, quantize_model, selected
@@ -23,8 +26,10 @@ __all__ = [
     "QuantLinear",
     "QuantPolicy",
     "SyncReport",
+    "apply_delta_",
     "load_quantized",
     "quantize_model",
     "requantize_",
     "selected",
+    "weight_delta",
 ]

@@ -23,6 +23,7 @@ from rlkernel_core.spec.advantage_checks import extent_of
 from rlkernel_core.spec.advantage_kinds import KINDS
 from rlkernel_core.spec.affine_suffix_scan import AffineSuffixScanCall, ScanResult, sequences_of
 from rlkernel_core.spec.attention import AttentionCall, AttentionResult
+from rlkernel_core.spec.fake_quantize import FakeQuantizeCall
 from rlkernel_core.spec.glu import GluCall
 from rlkernel_core.spec.group_filter import GroupFilterCall, GroupFilterResult
 from rlkernel_core.spec.grouped_linear import GroupedLinearCall
@@ -164,6 +165,11 @@ def _dequantize(call: DequantizeCall) -> Tensor:
     return torch.empty(call.w.shape, dtype=call.dtype or call.w.dtype, device=call.w.device)
 
 
+def _fake_quantize(call: FakeQuantizeCall) -> Tensor:
+    own = torch.float32 if call.weight.dtype == torch.float64 else call.weight.dtype
+    return call.weight.new_empty(call.weight.shape, dtype=call.dtype or own)
+
+
 def _prepack(call: PrepackCall) -> QuantTensor:
     layout = layouts.TILED if call.layout is None else call.layout
     if layout not in layouts.KNOWN or call.w.layout not in layouts.KNOWN:
@@ -283,6 +289,7 @@ FAKES: Final[Mapping[str, Callable[[Any], Any]]] = {
     "verify": _verify,
     "quantize": _quantize,
     "dequantize": _dequantize,
+    "fake_quantize": _fake_quantize,
     "prepack": _prepack,
     "qmatmul": _qmatmul,
     "advantage": _advantage,

@@ -107,6 +107,10 @@ CALLS = {
             "cu_k": torch.tensor([0, 4, N], device=d),
         },
     },
+    "fake_quantize": {
+        "straight": lambda d: {"weight": draw(d, N, D), "format": "int4_g32"},
+        "clipped": lambda d: {"weight": draw(d, N, D), "format": "nvfp4", "dtype": torch.bfloat16, "clipped": True},
+    },
     "glu": {"silu": lambda d: {"x": draw(d, N, 2 * D), "activation": "silu"}},
     "rms_norm": {
         "plain": lambda d: {"x": draw(d, N, D), "weight": draw(d, D, seed=1), "eps": 1e-6},

@@ -1,0 +1,398 @@
+"""A weight rounded to a format and back in one launch, and its clipped gradient: no code is stored.
+
+The arithmetic is that of `quantize_kernels`, `block_quantize_kernels` and `dequantize_kernels`, operation by operation:
+fp32, rounded to nearest even, none contracted (launch with `enable_fp_fusion=False`). A group stays in registers from
+its scale to its values. BACKWARD: what is written is the upstream gradient, or 0 where the weight is beyond the values
+of its group's codes, whose scale is found again.
+
+Bytes: the weight once by groups and by blocks, twice by rows (the second time mostly from cache), in all (`nvfp4` too);
+the result out. BACKWARD reads the gradient besides.
+
+Legend: N rows · K columns · R x C tile of a program · B groups of a tile, of GROUP columns each, in MANY runs of RUN.
+"""
+
+from __future__ import annotations
+
+from rlkernel_triton.common.language import tl, triton
+from rlkernel_triton.quant.block_quantize_kernels import (
+    _divide_by,
+    _fp16_unit,
+    _integer_multiple,
+    _largest_of_sub_blocks,
+    _spread_super_blocks,
+    mx_scale,
+)
+from rlkernel_triton.quant.code_tiles import (
+    FLOAT8,
+    FP4,
+    NF4,
+    decode_e2m1,
+    decode_e8m0,
+    decode_float8,
+    encode_float8,
+    encode_magnitude,
+    round_to,
+    to_float32,
+    with_sign,
+)
+from rlkernel_triton.quant.quantize_kernels import (
+    EVEN,
+    UP,
+    abs_bits,
+    divide,
+    group_extremes,
+    inverse_scale,
+    load_groups,
+    load_weights,
+    max_or_nan,
+    round_integers,
+    scale_and_zero,
+    signed_absmax,
+)
+
+
+@triton.jit
+def whole_between(ratio, least, most):
+    """rint(ratio) between two whole numbers, as fp32; 0 is +0."""
+    return (tl.minimum(tl.maximum(ratio, least), most) + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def nearest_value(x, cells):
+    """fp32 entries of a table nearest to x in [-1, 1], a tie taking the lower, by cells of width 1/16.
+
+    `cells` [3, 64]: a number that lies in the cell, inf where there is none; the entry for what is no larger than it,
+    and for what is larger.
+    """
+    at = tl.reshape(tl.fma(x, 16.0 + tl.zeros_like(x), 12582928.0).to(tl.int32, bitcast=True) & 63, (x.numel,))
+    i = tl.arange(0, 64)
+    own = tl.reshape(tl.gather(tl.load(cells + i), at, 0), x.shape)
+    low = tl.reshape(tl.gather(tl.load(cells + 64 + i), at, 0), x.shape)
+    high = tl.reshape(tl.gather(tl.load(cells + 128 + i), at, 0), x.shape)
+    return tl.where(x > own, high, low)
+
+
+@triton.jit
+def store_run(at, found, column, of_row, K, FIRST: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Neighboring columns, FIRST after those at `at`, rounded once."""
+    found = round_to(found, at.dtype.element_ty, INTERPRETED)
+    if WHOLE:
+        tl.store(at + FIRST, found)
+    else:
+        tl.store(at + FIRST, found, mask=of_row & (column + FIRST < K))
+
+
+@triton.jit
+def store_groups(
+    out, found, row, column, N, K, GROUP: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Groups [B, RUN, MANY] of a tile into [N, K]: the inverse of `load_groups`, whose threads keep what they have."""
+    G: tl.constexpr = C // GROUP
+    RUN: tl.constexpr = found.shape[1]
+    g = tl.arange(0, R * G)[:, None]
+    k = g % G * GROUP + tl.arange(0, RUN)[None, :]
+    zero = tl.zeros((1, 1), tl.int64)
+    at = out + ((zero + row) * K + column) + ((g // G).to(tl.int64) * K + k)
+    k, of_row = column + k, row + g // G < N
+    if found.shape[2] == 2:
+        x0, x1 = tl.split(found)
+        store_run(at, x0, k, of_row, K, 0, WHOLE, INTERPRETED)
+        store_run(at, x1, k, of_row, K, RUN, WHOLE, INTERPRETED)
+    else:
+        even, odd = tl.split(tl.reshape(found, (R * G, RUN, 2, 2)))
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+        store_run(at, x0, k, of_row, K, 0, WHOLE, INTERPRETED)
+        store_run(at, x1, k, of_row, K, RUN, WHOLE, INTERPRETED)
+        store_run(at, x2, k, of_row, K, 2 * RUN, WHOLE, INTERPRETED)
+        store_run(at, x3, k, of_row, K, 3 * RUN, WHOLE, INTERPRETED)
+
+
+@triton.jit
+def is_beyond(x, one, other):
+    """Where x is outside of what lies between two ends, in any order; nowhere if they are NaN."""
+    return (x < tl.minimum(one, other)) | (x > tl.maximum(one, other))
+
+
+@triton.jit
+def finish_groups(
+    x, value, one, other, up, out, row, column, N, K, GROUP: tl.constexpr, BACKWARD: tl.constexpr,
+    WHOLE: tl.constexpr, INTERPRETED: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Store values of groups; or gradients, cut beyond the ends [B] of a group."""
+    if BACKWARD:
+        value = load_groups(up, K, 1, row, column, N, K, GROUP, WHOLE, INTERPRETED, R, C)
+        value = tl.where(is_beyond(x, one[:, None, None], other[:, None, None]), 0.0, value)
+    store_groups(out, value, row, column, N, K, GROUP, WHOLE, INTERPRETED, R, C)
+
+
+@triton.jit
+def fake_groups_kernel(
+    w,  # [N, K] real, any strides
+    row_stride, column_stride,
+    up,  # [N, K] upstream gradient, with BACKWARD
+    out,  # [N, K] out
+    cells,  # [3, 64] fp32, see `nearest_value`; with NF4 and FP4
+    largest,  # fp32: what the scale's rule divides by
+    N, K,
+    GROUP: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ELEMENT: tl.constexpr,
+    SCALE_TYPE: tl.constexpr,  # of the scale: 0 fp32, 1 bf16, 2 fp16
+    SYMMETRIC: tl.constexpr, FLOAT_ZERO: tl.constexpr, ROUNDING: tl.constexpr,
+    LEAST: tl.constexpr, MOST: tl.constexpr,  # codes less the zero-point where symmetric
+    BACKWARD: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Groups of GROUP columns of a row: integers, nf4 and fp4. Grid: row tiles x column tiles."""
+    column_tiles = tl.cdiv(K, C)
+    row = tl.program_id(0) // column_tiles * R
+    column = tl.program_id(0) % column_tiles * C
+    x = load_groups(w, row_stride, column_stride, row, column, N, K, GROUP, WHOLE, INTERPRETED, R, C)
+    low, high, bits = group_extremes(x, SYMMETRIC, INTERPRETED)
+    SCALE: tl.constexpr = tl.bfloat16 if SCALE_TYPE == 1 else tl.float16 if SCALE_TYPE == 2 else tl.float32
+    if ROUNDING == EVEN:
+        stored, divisor, z = scale_and_zero(
+            low, high, bits, largest, SCALE, SYMMETRIC, False, INTERPRETED, FLOAT_ZERO
+        )  # fmt: skip
+        usable = divisor < float("inf")
+        ratio = divide(x, divisor[:, None, None], INTERPRETED)
+    else:
+        stored, divisor = inverse_scale(x, bits, largest, SCALE, ROUNDING == UP, INTERPRETED)
+        z = tl.zeros_like(low)
+        usable = divisor != 0
+        ratio = round_integers(x * divisor[:, None, None], ROUNDING)
+    scale = to_float32(stored, INTERPRETED)
+    if ELEMENT == NF4:
+        number = nearest_value(ratio, cells)
+    elif ELEMENT == FP4:
+        number = with_sign(nearest_value(tl.abs(ratio), cells), tl.where(ratio < 0, 8, 0), 8)
+    elif FLOAT_ZERO:
+        number = whole_between(ratio + z[:, None, None], LEAST + 0.0, MOST + 0.0) - z[:, None, None]
+    else:
+        number = whole_between(ratio, LEAST - z[:, None, None], MOST - z[:, None, None])
+    value = tl.where(usable[:, None, None], number, 0.0) * scale[:, None, None]
+    finish_groups(
+        x, value, (LEAST - z) * scale, (MOST - z) * scale, up, out, row, column, N, K, GROUP, BACKWARD, WHOLE,
+        INTERPRETED, R, C,
+    )  # fmt: skip
+
+
+@triton.jit
+def fake_mx_kernel(
+    w,  # [N, K] real, any strides
+    row_stride, column_stride,
+    up, out, N, K,
+    GROUP: tl.constexpr, R: tl.constexpr, C: tl.constexpr, FOUR: tl.constexpr, RULE: tl.constexpr, AWAY: tl.constexpr,
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    TOP: tl.constexpr,  # exponent of the element's largest value
+    FRACTION: tl.constexpr,  # bits of its fraction in fp32
+    LARGEST: tl.constexpr, BACKWARD: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """mxfp4 (FOUR bits) and mxfp8. Grid: row tiles x column tiles."""
+    column_tiles = tl.cdiv(K, C)
+    row = tl.program_id(0) // column_tiles * R
+    column = tl.program_id(0) % column_tiles * C
+    x = load_groups(w, row_stride, column_stride, row, column, N, K, GROUP, WHOLE, INTERPRETED, R, C)
+    _, _, bits = group_extremes(x, True, INTERPRETED)
+    e = mx_scale(bits, RULE, MANTISSA, TOP, FRACTION)
+    inverse = tl.where(e > 253, 0x00400000, (254 - e) << 23).to(tl.float32, bitcast=True)  # 2^-127 is subnormal
+    scale = decode_e8m0(e)
+    size = tl.minimum(tl.abs(x) * inverse[:, None, None], tl.where(e == 255, 0.0, LARGEST)[:, None, None])
+    found = encode_magnitude(size, MANTISSA, BIAS, AWAY)
+    found |= (x.to(tl.int32, bitcast=True) >> (28 if FOUR else 24)) & (8 if FOUR else 128)
+    number = decode_e2m1(found) if FOUR else decode_float8(found, MANTISSA, BIAS, False)
+    end = LARGEST * scale
+    finish_groups(
+        x, number * scale[:, None, None], 0.0 - end, end, up, out, row, column, N, K, GROUP, BACKWARD, WHOLE,
+        INTERPRETED, R, C,
+    )  # fmt: skip
+
+
+@triton.jit
+def fake_nvfp4_kernel(
+    w,  # [N, K] real, any strides
+    row_stride, column_stride,
+    up, out,
+    most,  # [1] int32: what `absmax_finite_kernel` found
+    N, K,
+    GROUP: tl.constexpr, R: tl.constexpr, C: tl.constexpr, AWAY: tl.constexpr, BACKWARD: tl.constexpr,
+    WHOLE: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """nvfp4. Grid: row tiles x column tiles, the last ones first: what was read last is in L2 still."""
+    column_tiles = tl.cdiv(K, C)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    row = program // column_tiles * R
+    column = program % column_tiles * C
+    BLOCKS: tl.constexpr = R * (C // GROUP)
+    x = load_groups(w, row_stride, column_stride, row, column, N, K, GROUP, WHOLE, INTERPRETED, R, C)
+    _, _, bits = group_extremes(x, True, INTERPRETED)
+    top = tl.load(most + tl.arange(0, 1)).to(tl.float32, bitcast=True)
+    factor = tl.div_rn(top, tl.full((1,), 2688.0, tl.float32))
+    whole = factor * 6.0
+    factor += tl.zeros((BLOCKS,), tl.float32)
+    finite = bits < 0x7F800000
+    ratio = divide(
+        tl.where(finite, bits, 0).to(tl.float32, bitcast=True), tl.where(whole > 0, whole, float("inf")), INTERPRETED
+    )
+    ratio = tl.where(whole > 0, ratio, 0.0)
+    byte = tl.where(finite, encode_float8(ratio, 3, 7, False, 448.0), 127)
+    scale = decode_float8(byte, 3, 7, False) * factor
+    usable = finite & (scale > 0)
+    size = divide(x, tl.where(usable, scale, float("inf"))[:, None, None], INTERPRETED)
+    sign = (tl.where(size == size, size, 0.0).to(tl.int32, bitcast=True) >> 28) & 8
+    found = encode_magnitude(tl.minimum(tl.abs(size), tl.where(usable, 6.0, 0.0)[:, None, None]), 1, 1, AWAY) | sign
+    end = 6.0 * scale
+    finish_groups(
+        x, decode_e2m1(found) * scale[:, None, None], 0.0 - end, end, up, out, row, column, N, K, GROUP, BACKWARD,
+        WHOLE, INTERPRETED, R, C,
+    )  # fmt: skip
+
+
+@triton.jit
+def fake_kquants_kernel(
+    w,  # [N, K] real, any strides
+    row_stride, column_stride,
+    up, out, N, K,
+    GROUP: tl.constexpr,  # columns of a sub-block
+    BITS: tl.constexpr, SIGNED: tl.constexpr, R: tl.constexpr, C: tl.constexpr, BACKWARD: tl.constexpr,
+    WHOLE: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """q4_k, q5_k (GROUP 32) and q6_k (16, SIGNED). Grid: row tiles x column tiles; C is a multiple of 256."""
+    column_tiles = tl.cdiv(K, C)
+    row = tl.program_id(0) // column_tiles * R
+    column = tl.program_id(0) % column_tiles * C
+    S: tl.constexpr = 256 // GROUP
+    B: tl.constexpr = R * C // GROUP
+    TOP: tl.constexpr = (1 << BITS) - 1
+    x = load_groups(w, row_stride, column_stride, row, column, N, K, GROUP, WHOLE, INTERPRETED, R, C)
+    low, top, bits = group_extremes(x, SIGNED, INTERPRETED)
+    if SIGNED:
+        step = _divide_by(signed_absmax(x, bits), -32.0)
+        steps = tl.reshape(step, (B // S, S, 1))
+        unit = _fp16_unit(signed_absmax(steps, tl.max(tl.max(abs_bits(steps), axis=2), axis=1)), -128.0, INTERPRETED)
+    else:
+        below = 0.0 - low
+        step = _divide_by(top + below, TOP + 0.0)
+        step = tl.where(bits > 0x7F800000, float("nan"), step)
+        unit = _fp16_unit(_largest_of_sub_blocks(step, B // S, S), 63.0, INTERPRETED)
+        lower = _fp16_unit(_largest_of_sub_blocks(below, B // S, S), 63.0, INTERPRETED)
+        unit, lower = tl.where(lower == lower, unit, lower), tl.where(unit == unit, lower, unit)
+    unit = _spread_super_blocks(unit, B)
+    scale = unit * _integer_multiple(step, unit, -128.0 if SIGNED else 0.0, 127.0 if SIGNED else 63.0)
+    divisor = tl.where((scale == 0) | (scale != scale), float("inf"), scale)
+    if SIGNED:
+        shift = tl.zeros_like(scale)
+        shifted = x
+    else:
+        lower = _spread_super_blocks(lower, B)
+        shift = lower * _integer_multiple(below, lower, 0.0, 63.0)
+        shifted = x + shift[:, None, None]
+    ZERO: tl.constexpr = 32 if SIGNED else 0
+    number = whole_between(divide(shifted, divisor[:, None, None], INTERPRETED), 0.0 - ZERO, TOP - 0.0 - ZERO)
+    number = tl.where(divisor[:, None, None] < float("inf"), number, 0.0)
+    value = number * scale[:, None, None]
+    one, other = (0.0 - ZERO) * scale, (TOP - 0.0 - ZERO) * scale
+    if not SIGNED:
+        value -= shift[:, None, None]
+        one, other = one - shift, other - shift
+    finish_groups(x, value, one, other, up, out, row, column, N, K, GROUP, BACKWARD, WHOLE, INTERPRETED, R, C)
+
+
+@triton.jit
+def fake_tile(
+    x, scale, divisor, usual, z, up, out, row, column, N, K, ELEMENT: tl.constexpr, LEAST: tl.constexpr,
+    MOST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr,
+    CAST: tl.constexpr, BACKWARD: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Write a tile [R, C], or its gradient. `usual`: no divisor is inf."""
+    if BACKWARD:
+        if ELEMENT == FLOAT8:
+            end = LARGEST * scale
+            cut = is_beyond(x, 0.0 - end, end)
+        else:
+            cut = is_beyond(x, (LEAST - z) * scale, (MOST - z) * scale)
+        value = load_weights(up, K, 1, row, column, N, K, WHOLE, INTERPRETED, R, C)
+        value = tl.where(cut, 0.0, value)
+    else:
+        if usual:
+            ratio = divide(x, divisor, INTERPRETED)
+        else:
+            ratio = tl.div_rn(x, divisor + tl.zeros_like(x))
+            ratio = tl.where(ratio == ratio, ratio, 0.0)
+        if ELEMENT == FLOAT8:
+            if CAST:
+                code = ratio.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+            else:
+                code = encode_float8(ratio, MANTISSA, BIAS, FNUZ, LARGEST)
+            number = decode_float8(code, MANTISSA, BIAS, FNUZ)
+        else:
+            number = whole_between(ratio, LEAST - z, MOST - z)
+        value = number * scale
+    n, k = (row + tl.arange(0, R)).to(tl.int64)[:, None], column + tl.arange(0, C)[None, :]
+    inside = (n < N) & (k < K)
+    if WHOLE:
+        inside = None
+    tl.store(out + n * K + k, round_to(value, out.dtype.element_ty, INTERPRETED), mask=inside)
+
+
+@triton.jit
+def fake_rows_kernel(
+    w,  # [N, K] real, any strides
+    row_stride, column_stride,
+    up, out,
+    largest,  # fp32: what the scale's rule divides by
+    partial,  # [parts] int32, with ROWS 0: what `absmax_kernel` wrote
+    N, K, parts,
+    R: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, ELEMENT: tl.constexpr, SCALE_TYPE: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    POWER: tl.constexpr,  # scales are powers of two
+    LEAST: tl.constexpr, MOST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr,
+    LARGEST: tl.constexpr,  # of the 8-bit float
+    PARTS: tl.constexpr,  # parts at most, a power of two
+    CAST: tl.constexpr,  # the GPU has an instruction for e4m3fn
+    BACKWARD: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """A scale per row (ROWS 1: the row is read twice), per R x C block (ROWS 2: once), or one in all (ROWS 0)."""
+    row = tl.program_id(0) * R
+    first = tl.program_id(1) * C
+    if ROWS == 2:
+        x = load_weights(w, row_stride, column_stride, row, first, N, K, WHOLE, INTERPRETED, R, C)
+        bits = tl.max(tl.max(abs_bits(x), axis=1), axis=0)
+        low, high = bits.to(tl.float32), bits.to(tl.float32)
+    elif ROWS == 0:
+        at = tl.arange(0, PARTS)
+        bits = tl.max(tl.load(partial + at, mask=at < parts, other=0), axis=0)
+        low, high = bits.to(tl.float32), bits.to(tl.float32)
+    else:
+        most, least, top = tl.zeros((R, C), tl.float32), tl.zeros((R, C), tl.float32), tl.zeros((R, C), tl.float32)
+        for column in range(0, K, C):
+            x = load_weights(w, row_stride, column_stride, row, column, N, K, WHOLE, INTERPRETED, R, C)
+            most = max_or_nan(most, tl.abs(x))
+            if not SYMMETRIC:
+                least, top = tl.minimum(least, x), tl.maximum(top, x)
+        bits = tl.max(abs_bits(most), axis=1)
+        low, high = bits.to(tl.float32), bits.to(tl.float32)
+        if not SYMMETRIC:
+            low, high = tl.min(least, axis=1), tl.max(top, axis=1)
+    SCALE: tl.constexpr = tl.bfloat16 if SCALE_TYPE == 1 else tl.float16 if SCALE_TYPE == 2 else tl.float32
+    stored, divisor, z = scale_and_zero(low, high, bits, largest, SCALE, SYMMETRIC, POWER, INTERPRETED)
+    scale = to_float32(stored, INTERPRETED)
+    if ROWS == 1:
+        usual = tl.min((divisor < float("inf")).to(tl.int32), axis=0) == 1
+        scale, divisor, z = scale[:, None], divisor[:, None], z[:, None]
+    else:
+        usual = divisor < float("inf")
+        one = tl.zeros((1, 1), tl.float32)
+        scale, divisor, z = scale + one, divisor + one, z + one
+    if ROWS == 2:
+        fake_tile(
+            x, scale, divisor, usual, z, up, out, row, first, N, K, ELEMENT, LEAST, MOST, MANTISSA, BIAS, FNUZ, LARGEST,
+            CAST, BACKWARD, WHOLE, INTERPRETED, R, C,
+        )  # fmt: skip
+    else:
+        for column in range(0, K, C):
+            x = load_weights(w, row_stride, column_stride, row, column, N, K, WHOLE, INTERPRETED, R, C)
+            fake_tile(
+                x, scale, divisor, usual, z, up, out, row, column, N, K, ELEMENT, LEAST, MOST, MANTISSA, BIAS, FNUZ,
+                LARGEST, CAST, BACKWARD, WHOLE, INTERPRETED, R, C,
+            )  # fmt: skip

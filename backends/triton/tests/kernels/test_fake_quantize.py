@@ -1,0 +1,73 @@
+"""fake_quantize on Triton: the bits of quantize and dequantize on Triton, and gradients of plain torch's bits."""
+
+import pytest
+import torch
+
+import rlkernel as rlk
+from rlkernel_core import quant as reference
+from rlkernel_core.quant import QuantSpec
+
+named = QuantSpec.named
+SPECS = [
+    *(named(f"int4_{group}{kind}") for group, kind in (("g128", ""), ("g64", "_asym"), ("channel", "_asym"))),
+    named("int4_g64", scale_rule="absmax/7"),
+    named("int4_g32", scale_dtype="float16"),
+    *(named(name) for name in ("hqq4_g32", "nf4", "fp4", "nvfp4", "int8_channel", "fp8_tensor", "mxfp4")),
+    named("nf4", double_quant=True),
+    *(named(f"gguf_q{kind}") for kind in ("4_0", "8_0", "4_k", "5_k", "6_k")),
+    named("mxfp8", element="e5m2", scale_rule="rceil"),
+    named("fp8_channel", element="e4m3fnuz"),
+    named("fp8_block128", scale_rule="absmax/max_pow2"),
+]
+
+
+def weight(N, K, device, dtype):
+    """Groups of several scales, ties of integers, zeros, subnormal numbers, and what is not finite."""
+    w = (
+        torch.randn(N, K, generator=torch.Generator().manual_seed(N + K))
+        * torch.exp2(torch.arange(N) % 9 - 4.0)[:, None]
+    )
+    w[0, 0], w[1, -1], w[2], w[3, ::7] = torch.inf, torch.nan, 0, -0.0
+    w[4] = torch.randint(-15, 16, (K,), generator=torch.Generator().manual_seed(1)) / 2
+    w[4, ::16], w[5], w[6, ::5] = 7.5, w[5] * 2.0**-130, 1e-40
+    return w.to(dtype).to(device)
+
+
+def same(found, expected):
+    """The same bits, or NaN where the other is."""
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    nan = expected.isnan()
+    kind = torch.int32 if found.element_size() == 4 else torch.int16
+    assert torch.equal(found.isnan(), nan)
+    assert torch.equal(found.masked_fill(nan, 0).view(kind), expected.masked_fill(nan, 0).view(kind))
+
+
+def gradient(w, spec, up):
+    leaf = w.clone().requires_grad_()
+    (found,) = torch.autograd.grad(rlk.fake_quantize(leaf, spec, dtype=up.dtype, clipped=True), leaf, up)
+    return found
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("sizes", [(16, 512), (9, 301)], ids=str)
+def test_values_and_clipped_gradients_have_the_bits_of_plain_torch(device, spec, sizes) -> None:
+    dtype = torch.bfloat16 if sizes[0] == 16 else torch.float32
+    w, up = weight(*sizes, device, dtype), torch.randn(sizes, generator=torch.Generator().manual_seed(2)).to(device)
+    y, d_w = rlk.fake_quantize(w, spec, dtype=torch.float32), gradient(w, spec, up)
+    same(y, rlk.dequantize(rlk.quantize(w, spec), dtype=torch.float32))
+    same(y, reference.dequantize(reference.quantize(w, spec), dtype=torch.float32))
+    with rlk.use("torch"):
+        same(d_w, gradient(w, spec, up))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_strides_and_a_rounding_to_16_bits_change_nothing(device, dtype) -> None:
+    w = weight(48, 256, device, torch.float32).t().contiguous().t()
+    same(rlk.fake_quantize(w, "int4_g64", dtype=dtype), rlk.fake_quantize(w.contiguous(), "int4_g64").to(dtype))
+
+
+def test_a_straight_through_gradient_is_the_upstream_one_and_no_launch(device) -> None:
+    leaf = weight(16, 64, device, torch.bfloat16).requires_grad_()
+    up = torch.randn(16, 64, generator=torch.Generator().manual_seed(2)).to(device)
+    (found,) = torch.autograd.grad(rlk.fake_quantize(leaf, "nvfp4", dtype=torch.float32), leaf, up)
+    assert torch.equal(found, up.bfloat16())
