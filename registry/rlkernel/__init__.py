@@ -36,6 +36,7 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for readers and type checkers; a 
     from rlkernel.signatures import attention as attention
     from rlkernel.signatures import capture as capture
     from rlkernel.signatures import dequantize as dequantize
+    from rlkernel.signatures import divergence as divergence
     from rlkernel.signatures import glu as glu
     from rlkernel.signatures import group_filter as group_filter
     from rlkernel.signatures import grouped_linear as grouped_linear

@@ -185,6 +185,25 @@ class _Dequantize(_DequantizeFunction[Tensor], Operator, Protocol):
 
 dequantize: _Dequantize
 
+class _DivergenceFunction(Protocol[_R_co]):
+    def __call__(
+        self,
+        logits: Tensor,
+        teacher: Tensor,
+        *,
+        kind: str = "forward_kl",
+        beta: float | None = None,
+        temperature: float | Tensor = 1.0,
+        teacher_temperature: float | Tensor | None = None,
+        teacher_ids: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> _R_co: ...
+
+class _Divergence(_DivergenceFunction[Tensor], Operator, Protocol):
+    bind: _DivergenceFunction[_DivergenceFunction[Tensor]]
+
+divergence: _Divergence
+
 class _GluFunction(Protocol[_R_co]):
     def __call__(
         self,

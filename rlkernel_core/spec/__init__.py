@@ -37,6 +37,7 @@ _WHERE: Final[dict[str, str]] = {
     "linear": "linear:SPEC",
     "grouped_linear": "grouped_linear:SPEC",
     "route": "route:SPEC",
+    "divergence": "divergence:SPEC",
     "rms_norm": "rms_norm:SPEC",
     "rope": "rope:SPEC",
     "glu": "glu:SPEC",

@@ -31,6 +31,11 @@ def _attended(given: Inputs) -> Outputs:
     return {"out": out[0].transpose(0, 1)}
 
 
+def _forward_kl(logits: Tensor, teacher: Tensor) -> Tensor:
+    log_s, log_t = (torch.log_softmax(x, -1) for x in (logits, teacher))
+    return functional.kl_div(log_s, log_t, reduction="none", log_target=True).sum(-1)
+
+
 LAYERS: Final = (
     Case(
         "linear",
@@ -66,6 +71,16 @@ LAYERS: Final = (
         lambda r: {"gates": r.gates},
         lambda g: {"gates": g["logits"].softmax(1).topk(8).values},
         "softmax, topk",
+        wanted=("logits",),
+    ),
+    Case(
+        "divergence",
+        {"N": 8, "V": 512},
+        lambda draw: {"logits": draw.normal(8, 512), "teacher": draw.normal(8, 512)},
+        lambda op, g: op(g["logits"], g["teacher"]),
+        lambda r: {"divergence": r},
+        lambda g: {"divergence": _forward_kl(g["logits"], g["teacher"])},
+        "log_softmax, kl_div",
         wanted=("logits",),
     ),
     Case(

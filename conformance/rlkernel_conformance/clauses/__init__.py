@@ -36,6 +36,7 @@ MODULES: Final = (
     "linear",
     "grouped_linear",
     "route",
+    "divergence",
     "rms_norm",
     "rope",
     "glu",

@@ -23,6 +23,7 @@ from rlkernel_core.spec.advantage_checks import extent_of
 from rlkernel_core.spec.advantage_kinds import KINDS
 from rlkernel_core.spec.affine_suffix_scan import AffineSuffixScanCall, ScanResult, sequences_of
 from rlkernel_core.spec.attention import AttentionCall, AttentionResult
+from rlkernel_core.spec.divergence import DivergenceCall
 from rlkernel_core.spec.glu import GluCall
 from rlkernel_core.spec.group_filter import GroupFilterCall, GroupFilterResult
 from rlkernel_core.spec.grouped_linear import GroupedLinearCall
@@ -254,6 +255,10 @@ def _route(call: RouteCall) -> RouteResult:
     return RouteResult(gates, ids, ids.new_empty(T * call.top_k), ids.new_empty(E, dtype=torch.int32))
 
 
+def _divergence(call: DivergenceCall) -> Tensor:
+    return call.logits.new_empty(call.logits.shape[:-1], dtype=_state(call.logits))
+
+
 def _rms_norm(call: RmsNormCall) -> RmsNormResult:
     y, s = (call.x.new_empty(call.x.shape) for _ in range(2))
     return RmsNormResult(y, None if call.residual is None else s)
@@ -293,6 +298,7 @@ FAKES: Final[Mapping[str, Callable[[Any], Any]]] = {
     "linear": _linear,
     "grouped_linear": _grouped_linear,
     "route": _route,
+    "divergence": _divergence,
     "rms_norm": _rms_norm,
     "rope": _rope,
     "attention": _attention,
