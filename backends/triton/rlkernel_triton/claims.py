@@ -65,6 +65,11 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         prepared=True,
         gradient="rlkernel_triton.linear_logprob.launch:LinearLogprobPair",
     ),
+    "divergence": Claim(
+        "rlkernel_triton.divergence.launch:prepare",
+        prepared=True,
+        gradient="rlkernel_triton.divergence.launch:DivergencePair",
+    ),
     "sample": Claim("rlkernel_triton.sample.launch:prepare", prepared=True),
     "lm_head_sample": Claim("rlkernel_triton.lm_head_sample.launch:prepare", prepared=True),
     "verify": Claim("rlkernel_triton.verify.launch:prepare", prepared=True),

@@ -194,6 +194,28 @@ _LOSS: Final = {
 }  # fmt: skip
 
 
+_LISTED: Final[dict[str, Any]] = {"teacher": _real(260, 64), "teacher_ids": _whole(260, 64)}
+
+
+def _compared(kind: str, dtype: torch.dtype, *, B: int = 260, **more: Any) -> Workload:
+    logits, teacher = _real(B, _V, dtype=dtype, grad=True), _real(B, _V, dtype=dtype)
+    return Workload({"logits": logits, "teacher": teacher, "kind": kind, **more}, ("",))
+
+
+_DIVERGENCE: Final = {
+    **{f"bf16, {kind}": _compared(kind, BF16) for kind in ("forward_kl", "reverse_kl", "jsd", "tv")},
+    **{f"bf16, {kind}, list": _compared(kind, BF16, **_LISTED) for kind in ("forward_kl", "reverse_kl", "jsd", "tv")},
+    "fp32, forward_kl": _compared("forward_kl", FP32),
+    "bf16, reverse_kl, few rows": _compared("reverse_kl", BF16, B=4),
+    "bf16, reverse_kl, temperatures, mask": _compared(
+        "reverse_kl", BF16, temperature=_real(260), teacher_temperature=_real(260), mask=_flags(260)
+    ),
+    "bf16, reverse_kl, list, temperature, mask": _compared(
+        "reverse_kl", BF16, temperature=_real(260), mask=_flags(260), **_LISTED
+    ),
+}
+
+
 def _draw(B: int, *filters: str, dtype: torch.dtype = FP32, **more: Any) -> Workload:
     """Every row a request with parameters of its own."""
     drawn = {
@@ -488,6 +510,7 @@ _GLU: Final = {
 WORKLOADS: Final[Mapping[str, Mapping[str, Workload]]] = {
     "logprob": _LOGPROB,
     "linear_logprob": _LINEAR,
+    "divergence": _DIVERGENCE,
     "sample": _SAMPLE,
     "lm_head_sample": _HEAD_SAMPLE,
     "verify": _VERIFY,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rlkernel_conformance import draw
-from rlkernel_conformance.clauses.divergence import allowed, allowed_gradient, kinds, listed
+from rlkernel_conformance.clauses.divergence_rows import allowed, allowed_gradient, kinds, listed
 from rlkernel_conformance.compare import plain
 from rlkernel_conformance.spaces.layouts import SAME_VALUES
 from rlkernel_conformance.spaces.logprob import PER_ROW, REAL, ROWS, TENSORS, mask_of
