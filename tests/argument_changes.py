@@ -326,6 +326,7 @@ CHANGES: Mapping[str, Callable[[], Changes]] = {
     "linear": linear,
     "grouped_linear": lambda: {"bias": Change(draw(3, V, seed=4))},
     "divergence": divergences,
+    "linear_divergence": lambda: divergences() | {"teacher_weight": Change(draw(V, V, seed=3))},
     "route": lambda: {
         "top_k": Change(2),
         "replay": Change(torch.arange(3 * N).view(N, 3)),

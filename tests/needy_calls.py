@@ -61,11 +61,13 @@ def more(group: Any) -> Mapping[str, list[Call]]:
     by_token = {"kind": "returns", "rewards": draw(B, T), "group": None}
     kl = {"logprob": logprobs(B, T, seed=1), "ref_logprob": logprobs(B, T, seed=2), "kl_coef": 0.1}
     grouped = [kind for kind, row in ADVANTAGES.items() if set(row.requires) == {"group"}]
+    divergences = [{"temperature": PER_ROW}, *({"kind": kind} for kind in DIVERGENCES)]
     return {
         "logprob": [{"temperature": PER_ROW}, {"validate": True}],
         "linear_logprob": [*head, {"backward": "recompute"}],
         "policy_loss": losses(),
-        "divergence": [{"temperature": PER_ROW}, *({"kind": kind} for kind in DIVERGENCES)],
+        "divergence": divergences,
+        "linear_divergence": divergences,
         "linear_policy_loss": [*losses(), *head[1:], {"temperature": PER_ROW[:, None].expand(B, T)}],
         "sample": [joint],
         "lm_head_sample": [joint, head[1]],

@@ -270,6 +270,27 @@ class _Linear(_LinearFunction[Tensor], Operator, Protocol):
 
 linear: _Linear
 
+class _LinearDivergenceFunction(Protocol[_R_co]):
+    def __call__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        teacher: Tensor,
+        *,
+        teacher_weight: Tensor | None = None,
+        kind: str = "forward_kl",
+        beta: float | None = None,
+        temperature: float | Tensor = 1.0,
+        teacher_temperature: float | Tensor | None = None,
+        teacher_ids: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> _R_co: ...
+
+class _LinearDivergence(_LinearDivergenceFunction[Tensor], Operator, Protocol):
+    bind: _LinearDivergenceFunction[_LinearDivergenceFunction[Tensor]]
+
+linear_divergence: _LinearDivergence
+
 class _LinearLogprobFunction(Protocol[_R_co]):
     def __call__(
         self,

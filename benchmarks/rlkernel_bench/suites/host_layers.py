@@ -84,6 +84,21 @@ LAYERS: Final = (
         wanted=("logits",),
     ),
     Case(
+        "linear_divergence",
+        {"N": 8, "D": 64, "V": 512},
+        lambda draw: {
+            "hidden": draw.normal(8, 64),
+            "weight": draw.normal(512, 64),
+            "teacher": draw.normal(8, 64),
+            "of_teacher": draw.normal(512, 64),
+        },
+        lambda op, g: op(g["hidden"], g["weight"], g["teacher"], teacher_weight=g["of_teacher"]),
+        lambda r: {"divergence": r},
+        lambda g: {"divergence": _forward_kl(g["hidden"] @ g["weight"].T, g["teacher"] @ g["of_teacher"].T)},
+        "linear, log_softmax, kl_div",
+        wanted=("hidden", "weight"),
+    ),
+    Case(
         "rms_norm",
         {"N": 8, "D": 256},
         lambda draw: {"x": draw.normal(8, 256, dtype="bfloat16"), "weight": draw.normal(256, dtype="bfloat16")},

@@ -37,6 +37,7 @@ MODULES: Final = (
     "grouped_linear",
     "route",
     "divergence",
+    "linear_divergence",
     "rms_norm",
     "rope",
     "glu",

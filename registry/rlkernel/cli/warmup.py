@@ -146,6 +146,12 @@ def _divergence(m: _Maker) -> Callable[[], Any]:
     return lambda: rlkernel.divergence(x, teacher)
 
 
+def _linear_divergence(m: _Maker) -> Callable[[], Any]:
+    hidden, weight = _head(m)
+    teacher, of_teacher = (x.detach() for x in _head(m))
+    return lambda: rlkernel.linear_divergence(hidden, weight, teacher, teacher_weight=of_teacher)
+
+
 def _policy_loss(m: _Maker) -> Callable[[], Any]:
     new, old = m.scores().requires_grad_(), m.scores()
     return lambda: rlkernel.policy_loss(new, old, m.scores(), kind="grpo").loss
@@ -241,6 +247,7 @@ EXAMPLES_OF: Final[Mapping[str, Callable[[_Maker], Callable[[], Any]]]] = {
     "logprob": _logprob,
     "linear_logprob": _linear_logprob,
     "divergence": _divergence,
+    "linear_divergence": _linear_divergence,
     "policy_loss": _policy_loss,
     "linear_policy_loss": _linear_policy_loss,
     "sample": _sample,
