@@ -73,8 +73,8 @@ _HOPPER: Final = frozenset({"linear_logprob", "linear_policy_loss", "qmatmul", "
 _PORTABLE: Final = frozenset(
     {
         "advantage", "affine_suffix_scan", "attention", "capture", "dequantize", "divergence", "glu", "grouped_linear",
-        "linear", "linear_logprob", "linear_policy_loss", "lm_head_sample", "logprob", "policy_loss", "prepack",
-        "qmatmul", "quantize", "rms_norm", "rope", "sample", "verify", "whiten",
+        "linear", "linear_divergence", "linear_logprob", "linear_policy_loss", "lm_head_sample", "logprob",
+        "policy_loss", "prepack", "qmatmul", "quantize", "rms_norm", "rope", "sample", "verify", "whiten",
     }
 )  # fmt: skip
 _CDNA: Final = ("gfx90a", "gfx942", "gfx950")

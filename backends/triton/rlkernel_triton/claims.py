@@ -70,6 +70,13 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         prepared=True,
         gradient="rlkernel_triton.divergence.launch:DivergencePair",
     ),
+    # The order of summation inside a library's product depends on the number of rows.
+    "linear_divergence": Claim(
+        "rlkernel_triton.linear_divergence.launch:prepare",
+        without=frozenset({"batch_invariant"}),
+        prepared=True,
+        gradient="rlkernel_triton.linear_divergence.launch:LinearDivergencePair",
+    ),
     "sample": Claim("rlkernel_triton.sample.launch:prepare", prepared=True),
     "lm_head_sample": Claim("rlkernel_triton.lm_head_sample.launch:prepare", prepared=True),
     "verify": Claim("rlkernel_triton.verify.launch:prepare", prepared=True),

@@ -274,6 +274,22 @@ def _head_loss(kind: str, **more: Any) -> Workload:
     return Workload({**_head(B), "cu_seqlens": _whole(9), **given, **more}, ("loss",))
 
 
+def _distilled(dtype: torch.dtype, B: int = 260, **more: Any) -> Workload:
+    given = {n: x for n, x in _head(B, dtype=dtype).items() if n in {"hidden", "weight"}}
+    return Workload({**given, "kind": "reverse_kl", **more}, ("",))
+
+
+_LINEAR_DIVERGENCE: Final = {
+    **{
+        f"{name}, head": _distilled(
+            dtype, teacher=_real(260, 2048, dtype=dtype), teacher_weight=_real(_V, 2048, dtype=dtype)
+        )
+        for name, dtype in (("bf16", BF16), ("fp32", FP32))
+    },
+    "bf16, list": _distilled(BF16, **_LISTED),
+    "bf16, logits": _distilled(BF16, teacher=_real(260, _V, dtype=BF16)),
+}
+
 _LINEAR_LOSS: Final = {"grpo, packed": _head_loss("grpo"), "gspo, packed, blocks": _head_loss("gspo", entropy=False)}
 
 
@@ -511,6 +527,7 @@ WORKLOADS: Final[Mapping[str, Mapping[str, Workload]]] = {
     "logprob": _LOGPROB,
     "linear_logprob": _LINEAR,
     "divergence": _DIVERGENCE,
+    "linear_divergence": _LINEAR_DIVERGENCE,
     "sample": _SAMPLE,
     "lm_head_sample": _HEAD_SAMPLE,
     "verify": _VERIFY,

@@ -43,14 +43,14 @@ class List(NamedTuple):
     def of(cls, ids: Tensor, log_t: Tensor, V: int) -> List:
         """Of ids and log-probabilities [N, K] as they are given."""
         found = listed(ids, log_t, V, torch.float32)
-        return cls(torch.where(found.there, found.ids, -1), found.log_t, found.log_tail)
+        return cls(torch.where(found.there, found.ids, -1).contiguous(), found.log_t.contiguous(), found.log_tail)
 
 
 class RowTensors(NamedTuple):
     """What of a call belongs to its rows; where a tensor is not there a kernel gets another and does not read it."""
 
     mask: Tensor | None  # [N]
-    T: Tensor | None  # [N] fp32; None: a number
+    T: Tensor | None  # [N] fp32; not read where the options have a number
     T_t: Tensor | None
 
 
@@ -92,9 +92,9 @@ class CompareRows:
         if not self.N:
             return
         grid, mask = (self.N, 1, 1), logits if of.mask is None else of.mask
-        T = () if of.T is None else (of.T,)
+        T = (of.T,) if self._options.T is None else ()
         if isinstance(teacher, Tensor):
-            T_t = () if of.T_t is None else (of.T_t,)
+            T_t = (of.T_t,) if self._options.T_t is None else ()
             self._plan.get("rows", self._bound_rows)(grid, logits, teacher, mask, *T, *T_t, values, saved)
             return
         offsets = torch.arange(0, self.N * self._K + 1, self._K, device=logits.device)
@@ -109,9 +109,9 @@ class CompareRows:
         if not self.N:
             return
         grid, mask = (self.N, self._columns, 1), logits if of.mask is None else of.mask
-        T = () if of.T is None else (of.T,)
+        T = (of.T,) if self._options.T is None else ()
         if isinstance(teacher, Tensor):
-            T_t = () if of.T_t is None else (of.T_t,)
+            T_t = (of.T_t,) if self._options.T_t is None else ()
             self._plan.get("rows back", self._bound_rows_back)(grid, logits, teacher, mask, *T, *T_t, saved, g, out)
             return
         self._plan.get("tail back", self._bound_tail_back)(grid, logits, mask, *T, saved, g, out)
