@@ -301,7 +301,7 @@ def divergences() -> Changes:
         "beta": Change(0.3, jsd),
         "temperature": Change(0.5),
         "teacher_temperature": Change(0.5),
-        "teacher_ids": Change(torch.arange(V).flip(0).expand(N, V), whole),
+        "teacher_ids": Change(torch.arange(V).flip(0).repeat(N, 1), whole),
         "mask": Change(ids(N, below=2, seed=7).bool()),
     }
 

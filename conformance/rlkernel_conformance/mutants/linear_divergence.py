@@ -32,12 +32,12 @@ def drops_the_tail(right: Run, call: LinearDivergenceCall) -> Any:
 
 
 def keeps_the_logits(right: Run, call: LinearDivergenceCall) -> Any:
-    """Logits of all rows, made by torch and differentiated by it: N x V numbers are kept."""
-    if call.hidden.dtype in _NARROW or not call.hidden.requires_grad:
-        return right(call)
+    """Logits of all rows are made beside the result and kept for the backward pass."""
+    out = right(call)
+    if call.hidden.dtype in _NARROW or not call.hidden.requires_grad or call.mask is not None:
+        return out
     logits = call.hidden @ call.weight.T
-    V = call.weight.shape[0]
-    return right(replace(call, hidden=logits, weight=torch.eye(V, dtype=call.hidden.dtype)))
+    return out + (0.0 * logits.square().nan_to_num().sum(-1)).to(out.dtype)
 
 
 def of_one_row(call: LinearDivergenceCall) -> Tensor | None:
