@@ -40,8 +40,8 @@ def keeps_the_logits(right: Run, call: LinearDivergenceCall) -> Any:
     return out + (0.0 * logits.square().nan_to_num().sum(-1)).to(out.dtype)
 
 
-def of_one_row(call: LinearDivergenceCall) -> Tensor | None:
-    """The teacher's head scaled by the temperature, beside the temperature."""
+def larger_head(call: LinearDivergenceCall) -> Tensor | None:
+    """The teacher's head, one percent too large."""
     w = call.teacher_weight
     return w if w is None else 1.01 * w
 
@@ -78,7 +78,7 @@ BUGS: Final = {
     "rounded_logits": Bug("LD-02", "logits stored in the dtype of hidden", rounded_logits),
     "drops_columns": Bug("LD-03", "tile of 8 columns, the rest dropped", drops_the_tail),
     "keeps_the_logits": Bug("LD-04", "constant memory claimed, logits kept", keeps_the_logits),
-    "another_teacher": Bug("LD-05", "the teacher's head is scaled", plant.given(teacher_weight=of_one_row)),
+    "another_teacher": Bug("LD-05", "the teacher's head is scaled", plant.given(teacher_weight=larger_head)),
     "first_rows_temperature": Bug("LD-06", "the first row's for all", plant.maps(temperature=first_of_many)),
     "multiplied_mask": Bug("LD-07", "masks that multiply: NaN * 0 is NaN", multiplied_mask),
     "a_mean_gradient": Bug("LD-08", "d_weight as a mean over rows", plant.given(weight=mean_gradient)),
