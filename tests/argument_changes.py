@@ -293,6 +293,19 @@ def attention() -> Changes:
     }
 
 
+def divergences() -> Changes:
+    """Log-probabilities of all ids are logits too: their order then shows."""
+    jsd, whole = {"kind": "jsd"}, {"teacher": draw(N, V).log_softmax(-1)}
+    return {
+        "kind": Change("tv"),
+        "beta": Change(0.3, jsd),
+        "temperature": Change(0.5),
+        "teacher_temperature": Change(0.5),
+        "teacher_ids": Change(torch.arange(V).flip(0).repeat(N, 1), whole),
+        "mask": Change(ids(N, below=2, seed=7).bool()),
+    }
+
+
 CHANGES: Mapping[str, Callable[[], Changes]] = {
     "logprob": logprob,
     "linear_logprob": linear_logprob,
@@ -317,6 +330,8 @@ CHANGES: Mapping[str, Callable[[], Changes]] = {
     "shape_rewards": rewards.shape_rewards,
     "linear": linear,
     "grouped_linear": lambda: {"bias": Change(draw(3, V, seed=4))},
+    "divergence": divergences,
+    "linear_divergence": lambda: divergences() | {"teacher_weight": Change(draw(V, V, seed=3))},
     "route": lambda: {
         "top_k": Change(2),
         "replay": Change(torch.arange(3 * N).view(N, 3)),

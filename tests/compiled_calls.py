@@ -48,6 +48,7 @@ def example(op: str, *, cut: bool = True, **change: Any) -> Example:
 LOGITS, IDS, MASK = draw(N, V), ids(N), torch.tensor([True, True, False, True, True, True])
 HIDDEN, WEIGHT = draw(N, D), draw(V, D, seed=1)
 SUPPORT = Support(torch.arange(3 * N) % V, torch.arange(0, 3 * N + 1, 3))
+LISTED = {"teacher": draw(N, 3).log_softmax(-1) - 0.5, "teacher_ids": torch.arange(3 * N).view(N, 3)}
 EXAMPLES = (
     example("logprob", temperature=0.7, mask=MASK, entropy=True, top_logprobs=3),
     example("logprob", support=SUPPORT, cut=False),
@@ -80,6 +81,10 @@ EXAMPLES = (
     example("group_filter"),
     example("linear", bias=draw(V, seed=4), residual=draw(N, V, seed=5)),
     example("grouped_linear", bias=draw(3, V, seed=4)),
+    example("divergence", kind="jsd", beta=0.3, temperature=0.7, mask=MASK),
+    example("divergence", kind="reverse_kl", **LISTED),
+    example("linear_divergence", kind="tv"),
+    example("linear_divergence", teacher=draw(N, 7, seed=2), teacher_weight=draw(V, 7, seed=3), mask=MASK),
     example("route"),
     example("route", replay=torch.arange(3 * N).view(N, 3), renormalize=True),
     example("rms_norm"),

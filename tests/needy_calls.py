@@ -12,6 +12,7 @@ from rlkernel_conformance.example_calls import B, D, N, T, V, base, draw, logpro
 from rlkernel_core.quant.spec import FORMATS
 from rlkernel_core.spec.advantage_kinds import EPS_MODES
 from rlkernel_core.spec.advantage_kinds import KINDS as ADVANTAGES
+from rlkernel_core.spec.divergence import KINDS as DIVERGENCES
 from rlkernel_core.spec.glu import ACTIVATIONS as GATES
 from rlkernel_core.spec.policy_kinds import KINDS, KLS
 from rlkernel_core.spec.qmatmul import ACTIVATIONS
@@ -60,10 +61,13 @@ def more(group: Any) -> Mapping[str, list[Call]]:
     by_token = {"kind": "returns", "rewards": draw(B, T), "group": None}
     kl = {"logprob": logprobs(B, T, seed=1), "ref_logprob": logprobs(B, T, seed=2), "kl_coef": 0.1}
     grouped = [kind for kind, row in ADVANTAGES.items() if set(row.requires) == {"group"}]
+    divergences = [{"temperature": PER_ROW}, *({"kind": kind} for kind in DIVERGENCES)]
     return {
         "logprob": [{"temperature": PER_ROW}, {"validate": True}],
         "linear_logprob": [*head, {"backward": "recompute"}],
         "policy_loss": losses(),
+        "divergence": divergences,
+        "linear_divergence": divergences,
         "linear_policy_loss": [*losses(), *head[1:], {"temperature": PER_ROW[:, None].expand(B, T)}],
         "sample": [joint],
         "lm_head_sample": [joint, head[1]],

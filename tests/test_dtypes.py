@@ -25,7 +25,7 @@ MIXED = {"attention"}
 
 # Whose tensors are all of one dtype, and those of others that have that of the primary one.
 ONE_DTYPE = {"linear"}
-BESIDE = {"grouped_linear": ("weight",), "rope": ("k",), "attention": ("k", "v")}
+BESIDE = {"linear_divergence": ("weight",), "grouped_linear": ("weight",), "rope": ("k",), "attention": ("k", "v")}
 
 
 def cast(operator: str, dtype: str) -> dict[str, object]:

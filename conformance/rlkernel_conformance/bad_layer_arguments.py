@@ -17,6 +17,31 @@ def _pages(**changes: Any) -> dict[str, Any]:
     return {n: x for n, x in given.items() if x is not None}
 
 
+def _of_divergences() -> list[tuple[str, dict[str, Any]]]:
+    """What both operators of divergences refuse."""
+    ids, log_t = torch.zeros(N, 1, dtype=torch.int64), -torch.ones(N, 1)
+    listed = {"teacher_ids": ids, "teacher": log_t}
+    return [
+        ("teacher_ids", {**listed, "teacher_ids": torch.zeros(N, 0, dtype=torch.int64), "teacher": torch.zeros(N, 0)}),
+        ("teacher_ids", {**listed, "teacher_ids": torch.zeros(N + 1, 1, dtype=torch.int64)}),
+        ("teacher_ids", {**listed, "teacher_ids": torch.zeros(N, dtype=torch.int64)}),
+        ("teacher_ids", {**listed, "teacher_ids": torch.zeros(N, 1)}),
+        ("teacher", {**listed, "teacher": -torch.ones(N, 2)}),
+        ("teacher_temperature", {**listed, "teacher_temperature": 1.0}),
+        ("teacher_temperature", {"teacher_temperature": 0.0}),
+        ("teacher_temperature", {"teacher_temperature": torch.ones(N + 1)}),
+        ("teacher_temperature", {"teacher_temperature": torch.ones(N).requires_grad_()}),
+        ("temperature", {"temperature": 0.0}),
+        ("temperature", {"temperature": torch.ones(N).requires_grad_()}),
+        ("kind", {"kind": "kl"}),
+        ("beta", {"beta": 0.5}),
+        ("beta", {"kind": "jsd", "beta": 0.0}),
+        ("beta", {"kind": "jsd", "beta": 1.0}),
+        ("mask", {"mask": torch.ones(N + 1, dtype=torch.bool)}),
+        ("mask", {"mask": torch.ones(N)}),
+    ]
+
+
 # As `rlkernel_conformance.bad_arguments.REFUSED`, of which these are a part.
 OF_LAYERS: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
     "attention": lambda: [
@@ -109,6 +134,29 @@ OF_LAYERS: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] =
         ("replay", {"replay": torch.zeros(N, 3)}),
         ("replay", {"replay": torch.zeros(3 * N, dtype=torch.int64)}),
         ("renormalize", {"renormalize": 1}),
+    ],
+    "divergence": lambda: [
+        ("logits", {"logits": torch.tensor(1.0), "teacher": torch.tensor(1.0)}),
+        ("logits", {"logits": torch.zeros(N, 0), "teacher": torch.zeros(N, 0)}),
+        ("teacher", {"teacher": draw(N, V + 1)}),
+        ("teacher", {"teacher": draw(N, V).requires_grad_()}),
+        ("teacher", {"teacher_ids": torch.zeros(N, 3, dtype=torch.int64)}),
+        *_of_divergences(),
+    ],
+    "linear_divergence": lambda: [
+        ("hidden", {"hidden": torch.zeros(N, 0), "weight": torch.zeros(V, 0)}),
+        ("weight", {"weight": draw(V, D + 1)}),
+        ("weight", {"weight": torch.zeros(0, D)}),
+        ("weight", {"weight": draw(V, D).bfloat16()}),
+        ("teacher", {"teacher": draw(N, V + 1)}),
+        ("teacher", {"teacher": draw(N, V).requires_grad_()}),
+        ("teacher", {"teacher": draw(N + 1, 7), "teacher_weight": draw(V, 7)}),
+        ("teacher_weight", {"teacher": draw(N, 7), "teacher_weight": draw(V, 8)}),
+        ("teacher_weight", {"teacher": draw(N, 7), "teacher_weight": draw(V + 1, 7)}),
+        ("teacher_weight", {"teacher": draw(N, 7), "teacher_weight": draw(V, 7).bfloat16()}),
+        ("teacher_weight", {"teacher": draw(N, 7), "teacher_weight": draw(V, 7).requires_grad_()}),
+        ("teacher_weight", {"teacher_weight": draw(V, 7), "teacher_ids": torch.zeros(N, 7, dtype=torch.int64)}),
+        *_of_divergences(),
     ],
     "rms_norm": lambda: [
         ("x", {"x": torch.tensor(1.0)}),

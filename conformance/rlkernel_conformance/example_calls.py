@@ -249,6 +249,12 @@ EXAMPLES: Final[Mapping[str, Callable[[Example], Arguments]]] = {
     "linear": lambda e: {"x": e.normal(e.N, D), "weight": e.normal(V, D, salt=1)},
     "grouped_linear": _grouped_linear,
     "route": lambda e: {"logits": e.normal(e.N, V), "top_k": 3},
+    "divergence": lambda e: {"logits": e.normal(e.N, V), "teacher": e.normal(e.N, V, salt=1)},
+    "linear_divergence": lambda e: {
+        "hidden": e.normal(e.N, D),
+        "weight": e.normal(V, D, salt=1),
+        "teacher": e.normal(e.N, V, salt=2),
+    },
     "rms_norm": lambda e: {"x": e.normal(e.N, D), "weight": e.normal(D, salt=1), "eps": 1e-6},
     "rope": _rope,
     "attention": _attention,

@@ -64,6 +64,10 @@ _SIZES: Final[Mapping[str, tuple[dict[str, int], str, int, dict[str, int]]]] = {
         {"T": 32, "E": 4, "K": 256, "N": 128}, "bfloat16", 4, {"T": 16384, "E": 32, "K": 2048, "N": 1536},
     ),
     "route": ({"T": 512, "E": 64}, "float32", 8, {"T": 65536, "E": 128}),
+    "divergence": ({"N": 64, "V": 2048}, "bfloat16", 4, {"N": 4096, "V": 128256}),
+    "linear_divergence": (
+        {"N": 64, "D": 128, "V": 4096}, "bfloat16", 2, {"N": 4096, "D": 4096, "V": 128256},
+    ),
     "rms_norm": ({"N": 64, "D": 1024}, "bfloat16", 8, {"N": 8192, "D": 4096}),
     "rope": ({"N": 64, "D": 128}, "bfloat16", 8, {"N": 8192, "D": 128}),
     "attention": ({"B": 4, "T": 64, "D": 64}, "bfloat16", 8, {"B": 8, "T": 1024, "D": 128}),
@@ -124,6 +128,7 @@ def nbytes(value: Any) -> int:
 # Operators whose work is a product of matrices: the sizes that its operations are twice the product of.
 _PRODUCTS: Final = {
     "linear_logprob": ("N", "D", "V"),
+    "linear_divergence": ("N", "D", "V"),
     "lm_head_sample": ("N", "D", "V"),
     "linear_policy_loss": ("B", "T", "D", "V"),
     "qmatmul": ("N", "D", "K"),
@@ -213,6 +218,13 @@ _DRAWN: Final[Mapping[str, Callable[[Mapping[str, int], _Draw], dict[str, Any]]]
         "ends": d.below(n["T"] + 1, n["E"]).sort().values.int(),
     },
     "route": lambda n, d: {"logits": d.normal(n["T"], n["E"]), "top_k": 8},
+    "divergence": lambda n, d: {n_: d.normal(n["N"], n["V"]) for n_ in ("logits", "teacher")},
+    "linear_divergence": lambda n, d: {
+        "hidden": d.normal(n["N"], n["D"]),
+        "weight": d.normal(n["V"], n["D"]) / n["D"] ** 0.5,
+        "teacher": d.normal(n["N"], n["D"]),
+        "teacher_weight": d.normal(n["V"], n["D"]) / n["D"] ** 0.5,
+    },
     "rms_norm": lambda n, d: {"x": d.normal(n["N"], n["D"]), "weight": d.normal(n["D"]), "eps": 1e-6},
     "rope": lambda n, d: {
         "q": d.normal(n["N"], 32, n["D"]),

@@ -36,11 +36,13 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for readers and type checkers; a 
     from rlkernel.signatures import attention as attention
     from rlkernel.signatures import capture as capture
     from rlkernel.signatures import dequantize as dequantize
+    from rlkernel.signatures import divergence as divergence
     from rlkernel.signatures import fake_quantize as fake_quantize
     from rlkernel.signatures import glu as glu
     from rlkernel.signatures import group_filter as group_filter
     from rlkernel.signatures import grouped_linear as grouped_linear
     from rlkernel.signatures import linear as linear
+    from rlkernel.signatures import linear_divergence as linear_divergence
     from rlkernel.signatures import linear_logprob as linear_logprob
     from rlkernel.signatures import linear_policy_loss as linear_policy_loss
     from rlkernel.signatures import lm_head_sample as lm_head_sample

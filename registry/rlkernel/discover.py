@@ -72,8 +72,9 @@ class Ours(NamedTuple):
 _HOPPER: Final = frozenset({"linear_logprob", "linear_policy_loss", "qmatmul", "sample"})
 _PORTABLE: Final = frozenset(
     {
-        "advantage", "affine_suffix_scan", "attention", "capture", "dequantize", "fake_quantize", "glu",
-        "grouped_linear", "linear", "linear_logprob", "linear_policy_loss", "lm_head_sample", "logprob",
+        "advantage", "affine_suffix_scan", "attention", "capture", "dequantize", "divergence", "fake_quantize", "glu",
+        "grouped_linear", "linear", "linear_divergence", "linear_logprob", "linear_policy_loss", "lm_head_sample",
+        "logprob",
         "policy_loss", "prepack", "qmatmul", "quantize", "rms_norm", "rope", "sample", "verify", "whiten",
     }
 )  # fmt: skip

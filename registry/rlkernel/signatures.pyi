@@ -185,6 +185,25 @@ class _Dequantize(_DequantizeFunction[Tensor], Operator, Protocol):
 
 dequantize: _Dequantize
 
+class _DivergenceFunction(Protocol[_R_co]):
+    def __call__(
+        self,
+        logits: Tensor,
+        teacher: Tensor,
+        *,
+        kind: str = "forward_kl",
+        beta: float | None = None,
+        temperature: float | Tensor = 1.0,
+        teacher_temperature: float | Tensor | None = None,
+        teacher_ids: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> _R_co: ...
+
+class _Divergence(_DivergenceFunction[Tensor], Operator, Protocol):
+    bind: _DivergenceFunction[_DivergenceFunction[Tensor]]
+
+divergence: _Divergence
+
 class _FakeQuantizeFunction(Protocol[_R_co]):
     def __call__(
         self,
@@ -265,6 +284,27 @@ class _Linear(_LinearFunction[Tensor], Operator, Protocol):
     bind: _LinearFunction[_LinearFunction[Tensor]]
 
 linear: _Linear
+
+class _LinearDivergenceFunction(Protocol[_R_co]):
+    def __call__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        teacher: Tensor,
+        *,
+        teacher_weight: Tensor | None = None,
+        kind: str = "forward_kl",
+        beta: float | None = None,
+        temperature: float | Tensor = 1.0,
+        teacher_temperature: float | Tensor | None = None,
+        teacher_ids: Tensor | None = None,
+        mask: Tensor | None = None,
+    ) -> _R_co: ...
+
+class _LinearDivergence(_LinearDivergenceFunction[Tensor], Operator, Protocol):
+    bind: _LinearDivergenceFunction[_LinearDivergenceFunction[Tensor]]
+
+linear_divergence: _LinearDivergence
 
 class _LinearLogprobFunction(Protocol[_R_co]):
     def __call__(

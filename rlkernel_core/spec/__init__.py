@@ -38,6 +38,8 @@ _WHERE: Final[dict[str, str]] = {
     "linear": "linear:SPEC",
     "grouped_linear": "grouped_linear:SPEC",
     "route": "route:SPEC",
+    "divergence": "divergence:SPEC",
+    "linear_divergence": "linear_divergence:SPEC",
     "rms_norm": "rms_norm:SPEC",
     "rope": "rope:SPEC",
     "glu": "glu:SPEC",

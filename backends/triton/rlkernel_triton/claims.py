@@ -69,6 +69,18 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         gradient="rlkernel_triton.linear_logprob.launch:LinearLogprobPair",
         sums="mma16/p8/tree/f32",
     ),
+    "divergence": Claim(
+        "rlkernel_triton.divergence.launch:prepare",
+        prepared=True,
+        gradient="rlkernel_triton.divergence.launch:DivergencePair",
+    ),
+    # The order of summation inside a library's product depends on the number of rows.
+    "linear_divergence": Claim(
+        "rlkernel_triton.linear_divergence.launch:prepare",
+        without=frozenset({"batch_invariant"}),
+        prepared=True,
+        gradient="rlkernel_triton.linear_divergence.launch:LinearDivergencePair",
+    ),
     "sample": Claim("rlkernel_triton.sample.launch:prepare", prepared=True, sums="g64/tree/f32"),
     "lm_head_sample": Claim("rlkernel_triton.lm_head_sample.launch:prepare", prepared=True, sums="mma16/g64/tree/f32"),
     "verify": Claim("rlkernel_triton.verify.launch:prepare", prepared=True),

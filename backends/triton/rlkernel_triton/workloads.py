@@ -194,6 +194,28 @@ _LOSS: Final = {
 }  # fmt: skip
 
 
+_LISTED: Final[dict[str, Any]] = {"teacher": _real(260, 64), "teacher_ids": _whole(260, 64)}
+
+
+def _compared(kind: str, dtype: torch.dtype, *, B: int = 260, **more: Any) -> Workload:
+    logits, teacher = _real(B, _V, dtype=dtype, grad=True), _real(B, _V, dtype=dtype)
+    return Workload({"logits": logits, "teacher": teacher, "kind": kind, **more}, ("",))
+
+
+_DIVERGENCE: Final = {
+    **{f"bf16, {kind}": _compared(kind, BF16) for kind in ("forward_kl", "reverse_kl", "jsd", "tv")},
+    **{f"bf16, {kind}, list": _compared(kind, BF16, **_LISTED) for kind in ("forward_kl", "reverse_kl", "jsd", "tv")},
+    "fp32, forward_kl": _compared("forward_kl", FP32),
+    "bf16, reverse_kl, few rows": _compared("reverse_kl", BF16, B=4),
+    "bf16, reverse_kl, temperatures, mask": _compared(
+        "reverse_kl", BF16, temperature=_real(260), teacher_temperature=_real(260), mask=_flags(260)
+    ),
+    "bf16, reverse_kl, list, temperature, mask": _compared(
+        "reverse_kl", BF16, temperature=_real(260), mask=_flags(260), **_LISTED
+    ),
+}
+
+
 def _draw(B: int, *filters: str, dtype: torch.dtype = FP32, **more: Any) -> Workload:
     """Every row a request with parameters of its own."""
     drawn = {
@@ -251,6 +273,22 @@ def _head_loss(kind: str, **more: Any) -> Workload:
     given = {"old_logprob": _real(B), "advantages": _real(B), "mask": _flags(B), "kind": kind}
     return Workload({**_head(B), "cu_seqlens": _whole(9), **given, **more}, ("loss",))
 
+
+def _distilled(dtype: torch.dtype, B: int = 260, **more: Any) -> Workload:
+    given = {n: x for n, x in _head(B, dtype=dtype).items() if n in {"hidden", "weight"}}
+    return Workload({**given, "kind": "reverse_kl", **more}, ("",))
+
+
+_LINEAR_DIVERGENCE: Final = {
+    **{
+        f"{name}, head": _distilled(
+            dtype, teacher=_real(260, 2048, dtype=dtype), teacher_weight=_real(_V, 2048, dtype=dtype)
+        )
+        for name, dtype in (("bf16", BF16), ("fp32", FP32))
+    },
+    "bf16, list": _distilled(BF16, **_LISTED),
+    "bf16, logits": _distilled(BF16, teacher=_real(260, _V, dtype=BF16)),
+}
 
 _LINEAR_LOSS: Final = {"grpo, packed": _head_loss("grpo"), "gspo, packed, blocks": _head_loss("gspo", entropy=False)}
 
@@ -498,6 +536,8 @@ _GLU: Final = {
 WORKLOADS: Final[Mapping[str, Mapping[str, Workload]]] = {
     "logprob": _LOGPROB,
     "linear_logprob": _LINEAR,
+    "divergence": _DIVERGENCE,
+    "linear_divergence": _LINEAR_DIVERGENCE,
     "sample": _SAMPLE,
     "lm_head_sample": _HEAD_SAMPLE,
     "verify": _VERIFY,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from rlkernel_bench.peers import Peer, without_temperature
 from rlkernel_bench.work import Call, Inputs, Outputs, Work
 
@@ -77,6 +79,37 @@ def linear_policy_loss(work: Work) -> Call:
     return run
 
 
+_BETAS = {"forward_kl": 0.0, "jsd": 0.5, "reverse_kl": 1.0}
+
+
+def divergence(work: Work) -> Call:
+    """The mean over tokens, from log-probabilities that torch makes; its gradient is made in the forward pass."""
+    from liger_kernel.ops.jsd import LigerJSDFunction
+
+    if work.options["K"]:
+        raise NotImplementedError("no teacher by a list")
+    beta = _BETAS[str(work.options["kind"])]
+
+    def run(given: Inputs) -> Outputs:
+        log_s, log_t = (torch.log_softmax(given[name].float(), -1) for name in ("logits", "teacher"))
+        return {"mean": LigerJSDFunction.apply(log_s, log_t, None, beta)}
+
+    return run
+
+
+def linear_divergence(work: Work) -> Call:
+    """The mean over tokens by chunks; gradients are made in the forward pass."""
+    from liger_kernel.ops.fused_linear_jsd import LigerFusedLinearJSDFunction
+
+    beta = _BETAS[str(work.options["kind"])]
+
+    def run(given: Inputs) -> Outputs:
+        operands = (given[name] for name in ("hidden", "weight", "teacher", "teacher_weight"))
+        return {"mean": LigerFusedLinearJSDFunction.apply(*operands, None, beta)}
+
+    return run
+
+
 def rms_norm(_work: Work) -> Call:
     """Residual and norm in one kernel, in Llama's casts: s r is rounded before the weight."""
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
@@ -104,11 +137,13 @@ PEERS = (
             "logprob": logprob,
             "linear_logprob": linear_logprob_fallback,
             "linear_policy_loss": linear_policy_loss,
+            "divergence": divergence,
+            "linear_divergence": linear_divergence,
             "rms_norm": rms_norm,
             "glu": glu,
         },
         f"{_SOURCE}, ops/cross_entropy.py, ops/fused_linear_scaled_cross_entropy.py, chunked_loss/grpo_loss.py, "
-        "ops/fused_add_rms_norm.py, ops/swiglu.py",
+        "ops/fused_add_rms_norm.py, ops/swiglu.py, ops/jsd.py, ops/fused_linear_jsd.py",
         ran="liger-kernel 0.8.5: cross-entropy on an H200, the chunked ones on a CPU",
     ),
     Peer(

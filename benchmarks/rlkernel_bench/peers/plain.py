@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
@@ -34,6 +36,35 @@ def linear_logprob(work: Work) -> Call:
     """The logits in the dtype of the model, then the above."""
     law = logprob(work)
     return lambda given: law({"logits": given["hidden"] @ given["weight"].t(), "ids": given["ids"]})
+
+
+def divergence(work: Work) -> Call:
+    """log_softmax of both in fp32, then kl_div; with a list its K ids and a tail from 1 less their mass."""
+    kind, K = str(work.options["kind"]), int(work.options.get("K", 0))
+
+    def kl(log_a: Tensor, log_b: Tensor) -> Tensor:
+        return functional.kl_div(log_b, log_a, reduction="none", log_target=True).sum(-1)
+
+    def run(given: Inputs) -> Outputs:
+        log_s = torch.log_softmax(given["logits"].float(), -1)
+        if K:
+            log_s, log_t = log_s.gather(-1, given["teacher_ids"]), given["teacher"].float()
+            log_s, log_t = (torch.cat([x, (1 - x.exp().sum(-1, keepdim=True)).log()], -1) for x in (log_s, log_t))
+        else:
+            log_t = torch.log_softmax(given["teacher"].float(), -1)
+        if kind == "jsd":
+            log_m = torch.logaddexp(log_s, log_t) - math.log(2)
+            return {"divergence": (kl(log_t, log_m) + kl(log_s, log_m)) / 2}
+        return {"divergence": kl(log_t, log_s) if kind == "forward_kl" else kl(log_s, log_t)}
+
+    return run
+
+
+def linear_divergence(work: Work) -> Call:
+    """The logits of both in the dtype of the models, then the above."""
+    law = divergence(work)
+    sides = {"logits": ("hidden", "weight"), "teacher": ("teacher", "teacher_weight")}
+    return lambda given: law({name: given[x] @ given[w].t() for name, (x, w) in sides.items()})
 
 
 def grpo(logprob: Any, old: Any, advantages: Any, mask: Any, low: float = 0.2, high: float = 0.2) -> Any:
@@ -203,6 +234,8 @@ PEERS = (
         ("torch",),
         {
             "logprob": logprob,
+            "divergence": divergence,
+            "linear_divergence": linear_divergence,
             "linear_logprob": linear_logprob,
             "policy_loss": policy_loss,
             "linear_policy_loss": linear_policy_loss,

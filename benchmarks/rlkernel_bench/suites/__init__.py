@@ -14,6 +14,8 @@ from rlkernel_core.errors import UnknownNameError
 SUITES: Final[Mapping[str, str]] = {
     "logprob": "log-probabilities and entropy from logits",
     "linear_logprob": "the same from hidden states and the head, held against cuBLAS's logits",
+    "divergence": "KL, reverse KL and JSD to a teacher, from logits and from lists",
+    "linear_divergence": "the same from hidden states and heads of both",
     "policy_loss": "losses over log-probabilities",
     "linear_policy_loss": "head, log-probability and loss with its gradients",
     "advantage": "scans over tokens, statistics over groups",

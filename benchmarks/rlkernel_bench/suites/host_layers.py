@@ -39,6 +39,11 @@ def _there_and_back(given: Inputs) -> Outputs:
     return {"y": torch.fake_quantize_per_channel_affine(weight, scale, none, 0, -127, 127)}
 
 
+def _forward_kl(logits: Tensor, teacher: Tensor) -> Tensor:
+    log_s, log_t = (torch.log_softmax(x, -1) for x in (logits, teacher))
+    return functional.kl_div(log_s, log_t, reduction="none", log_target=True).sum(-1)
+
+
 LAYERS: Final = (
     Case(
         "linear",
@@ -86,6 +91,31 @@ LAYERS: Final = (
         lambda g: {"gates": g["logits"].softmax(1).topk(8).values},
         "softmax, topk",
         wanted=("logits",),
+    ),
+    Case(
+        "divergence",
+        {"N": 8, "V": 512},
+        lambda draw: {"logits": draw.normal(8, 512), "teacher": draw.normal(8, 512)},
+        lambda op, g: op(g["logits"], g["teacher"]),
+        lambda r: {"divergence": r},
+        lambda g: {"divergence": _forward_kl(g["logits"], g["teacher"])},
+        "log_softmax, kl_div",
+        wanted=("logits",),
+    ),
+    Case(
+        "linear_divergence",
+        {"N": 8, "D": 64, "V": 512},
+        lambda draw: {
+            "hidden": draw.normal(8, 64),
+            "weight": draw.normal(512, 64),
+            "teacher": draw.normal(8, 64),
+            "of_teacher": draw.normal(512, 64),
+        },
+        lambda op, g: op(g["hidden"], g["weight"], g["teacher"], teacher_weight=g["of_teacher"]),
+        lambda r: {"divergence": r},
+        lambda g: {"divergence": _forward_kl(g["hidden"] @ g["weight"].T, g["teacher"] @ g["of_teacher"].T)},
+        "linear, log_softmax, kl_div",
+        wanted=("hidden", "weight"),
     ),
     Case(
         "rms_norm",

@@ -37,6 +37,8 @@ MODULES: Final = (
     "linear",
     "grouped_linear",
     "route",
+    "divergence",
+    "linear_divergence",
     "rms_norm",
     "rope",
     "glu",

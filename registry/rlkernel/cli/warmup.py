@@ -141,6 +141,17 @@ def _linear_logprob(m: _Maker) -> Callable[[], Any]:
     return lambda: rlkernel.linear_logprob(hidden, weight, m.ids(m.sizes.tokens), entropy=True).logprob
 
 
+def _divergence(m: _Maker) -> Callable[[], Any]:
+    x, teacher = m.floats(m.sizes.tokens, m.sizes.vocab, grad=True), m.floats(m.sizes.tokens, m.sizes.vocab)
+    return lambda: rlkernel.divergence(x, teacher)
+
+
+def _linear_divergence(m: _Maker) -> Callable[[], Any]:
+    hidden, weight = _head(m)
+    teacher, of_teacher = (x.detach() for x in _head(m))
+    return lambda: rlkernel.linear_divergence(hidden, weight, teacher, teacher_weight=of_teacher)
+
+
 def _policy_loss(m: _Maker) -> Callable[[], Any]:
     new, old = m.scores().requires_grad_(), m.scores()
     return lambda: rlkernel.policy_loss(new, old, m.scores(), kind="grpo").loss
@@ -240,6 +251,8 @@ def _glu(m: _Maker) -> Callable[[], Any]:
 EXAMPLES_OF: Final[Mapping[str, Callable[[_Maker], Callable[[], Any]]]] = {
     "logprob": _logprob,
     "linear_logprob": _linear_logprob,
+    "divergence": _divergence,
+    "linear_divergence": _linear_divergence,
     "policy_loss": _policy_loss,
     "linear_policy_loss": _linear_policy_loss,
     "sample": _sample,

@@ -23,11 +23,13 @@ from rlkernel_core.spec.advantage_checks import extent_of
 from rlkernel_core.spec.advantage_kinds import KINDS
 from rlkernel_core.spec.affine_suffix_scan import AffineSuffixScanCall, ScanResult, sequences_of
 from rlkernel_core.spec.attention import AttentionCall, AttentionResult
+from rlkernel_core.spec.divergence import DivergenceCall
 from rlkernel_core.spec.fake_quantize import FakeQuantizeCall
 from rlkernel_core.spec.glu import GluCall
 from rlkernel_core.spec.group_filter import GroupFilterCall, GroupFilterResult
 from rlkernel_core.spec.grouped_linear import GroupedLinearCall
 from rlkernel_core.spec.linear import LinearCall
+from rlkernel_core.spec.linear_divergence import LinearDivergenceCall
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
 from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
@@ -260,6 +262,14 @@ def _route(call: RouteCall) -> RouteResult:
     return RouteResult(gates, ids, ids.new_empty(T * call.top_k), ids.new_empty(E, dtype=torch.int32))
 
 
+def _divergence(call: DivergenceCall) -> Tensor:
+    return call.logits.new_empty(call.logits.shape[:-1], dtype=_state(call.logits))
+
+
+def _linear_divergence(call: LinearDivergenceCall) -> Tensor:
+    return call.hidden.new_empty(call.hidden.shape[:-1], dtype=_state(call.hidden))
+
+
 def _rms_norm(call: RmsNormCall) -> RmsNormResult:
     y, s = (call.x.new_empty(call.x.shape) for _ in range(2))
     return RmsNormResult(y, None if call.residual is None else s)
@@ -300,6 +310,8 @@ FAKES: Final[Mapping[str, Callable[[Any], Any]]] = {
     "linear": _linear,
     "grouped_linear": _grouped_linear,
     "route": _route,
+    "divergence": _divergence,
+    "linear_divergence": _linear_divergence,
     "rms_norm": _rms_norm,
     "rope": _rope,
     "attention": _attention,

@@ -29,6 +29,8 @@ LEFT = {
     "policy_loss": ("PL-09", "PL-26", "PL-33"),
     "linear_policy_loss": ("LPL-02", "LPL-03", "LPL-04", "LPL-05", "LPL-17"),
     "logprob": ("LP-23",),
+    "divergence": ("DV-23",),
+    "linear_divergence": ("LD-04", "LD-09", "LD-18"),
     "linear_logprob": ("LL-05", "LL-07", "LL-17", "LL-27", "LL-29"),
     "lm_head_sample": ("LH-03", "LH-04", "LH-13", "LH-14", "LH-16", "LH-17", "LH-19", "LH-20"),
     "quantize": ("QZ-08", "QZ-13", "QZ-16"),

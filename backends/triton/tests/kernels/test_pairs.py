@@ -70,6 +70,30 @@ CALLS = {
         "masked, saved": lambda d: {**head(d), "mask": tokens(d)["mask"], "backward": "save", "softcap": 20.0},
         "support": lambda d: {**head(d), "support": support(d), "temperature": draw(d, N, seed=5).exp()},
     },
+    "divergence": {
+        "logits": lambda d: {"logits": draw(d, N, V), "teacher": draw(d, N, V, seed=1), "kind": "jsd"},
+        "everything": lambda d: {
+            **CALLS["divergence"]["logits"](d), "temperature": draw(d, N, seed=5).exp(), "beta": 0.3,
+            "teacher_temperature": draw(d, N, seed=6).exp(), "mask": tokens(d)["mask"],
+        },
+        "a number beside a tensor": lambda d: {
+            **CALLS["divergence"]["logits"](d), "temperature": draw(d, N, seed=5).exp(), "teacher_temperature": 1.7,
+        },
+        "list": lambda d: {
+            "logits": draw(d, N, V), "teacher": draw(d, N, 5, seed=1).log_softmax(-1), "kind": "reverse_kl",
+            "teacher_ids": torch.arange(5 * N, device=d).view(N, 5),
+        },
+    },
+    "linear_divergence": {
+        "head": lambda d: {
+            "hidden": draw(d, N, D), "weight": draw(d, V, D, seed=1) / 8, "teacher": draw(d, N, 7, seed=2),
+            "teacher_weight": draw(d, V, 7, seed=3), "mask": tokens(d)["mask"], "temperature": draw(d, N, seed=5).exp(),
+        },
+        "list": lambda d: {
+            **{n: x for n, x in head(d).items() if n != "ids"}, "teacher": draw(d, N, 5, seed=1).log_softmax(-1),
+            "teacher_ids": torch.arange(5 * N, device=d).view(N, 5), "kind": "jsd",
+        },
+    },
     "policy_loss": {"grpo": lambda d: {"logprob": -draw(d, N).abs(), **tokens(d), "aggregate": "token_mean"}},
     "linear_policy_loss": {
         "token": lambda d: {**head(d), **tokens(d), "aggregate": "token_mean", "entropy": True, "entropy_coef": 0.1},

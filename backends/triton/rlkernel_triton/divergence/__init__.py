@@ -1,0 +1,1 @@
+"""`divergence` on Triton: KL, reverse KL, JSD and TV between a student and a teacher, in two reads of both."""

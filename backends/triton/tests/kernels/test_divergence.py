@@ -1,0 +1,45 @@
+"""divergence beyond one tile, one program of columns and one block of a list, against plain torch."""
+
+import pytest
+import torch
+
+import rlkernel as rlk
+from rlkernel_core.spec.divergence import KINDS, DivergenceCall
+from rlkernel_triton.divergence import kernels
+from rlkernel_triton.divergence.launch import divergence
+
+V = kernels.TILE + 53
+
+
+def results(kind, device, *, rows=3, K=0):
+    """The result and the gradient of a call that is drawn anew."""
+    g = torch.Generator().manual_seed(7)
+    x, teacher = (2 * torch.randn(rows, V, generator=g) for _ in range(2))
+    up, more = torch.randn(rows, generator=g).to(device), {}
+    if K:
+        teacher, ids = teacher.log_softmax(-1).topk(K)
+        more["teacher_ids"] = ids.to(device)
+    x = x.to(device).requires_grad_()
+    out = rlk.divergence(x, teacher.to(device), kind=kind, temperature=0.7, **more)
+    return out.detach(), torch.autograd.grad(out, x, up)[0]
+
+
+@pytest.mark.parametrize("K", [0, kernels.ENTRIES + 6])
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients_are_those_of_plain_torch(kind, K, device) -> None:
+    found = results(kind, device, K=K)
+    with rlk.use("torch"):
+        want = results(kind, device, K=K)
+    torch.testing.assert_close(found, want, atol=2e-6, rtol=1e-5)
+
+
+def test_a_gradient_has_the_same_bits_where_a_program_takes_more_columns(device, monkeypatch) -> None:
+    g = torch.Generator().manual_seed(7)
+    x, teacher = (torch.randn(3, V, generator=g).to(device) for _ in range(2))
+    found = []
+    for repeats in (1, 8):
+        monkeypatch.setattr(kernels, "REPEATS", ((0, repeats),))
+        leaf = x.clone().requires_grad_()
+        out = divergence(DivergenceCall(leaf, teacher, kind="jsd"))
+        found.append(torch.autograd.grad(out.sum(), leaf)[0])
+    assert torch.equal(*found)

@@ -1,0 +1,40 @@
+"""linear_divergence in several blocks of rows, and the memory that it takes."""
+
+import pytest
+import torch
+
+from rlkernel_core.spec.linear_divergence import LinearDivergenceCall
+from rlkernel_torch.linear_divergence import linear_divergence as plain
+from rlkernel_triton.linear_divergence import launch
+
+N, V, D = 300, 70, 24
+
+
+def results(run, device, form, dtype):
+    """The result and gradients of a call that is drawn anew."""
+    g = torch.Generator().manual_seed(7)
+    hidden, weight = (torch.randn(*size, generator=g).to(device, dtype) for size in ((N, D), (V, D)))
+    weight = weight / 4
+    teacher, more = torch.randn(N, V, generator=g), {}
+    if form == "head":
+        teacher, more["teacher_weight"] = teacher[:, :D], torch.randn(V, D, generator=g).to(device) / 4
+    if form == "list":
+        teacher, ids = teacher.log_softmax(-1).topk(5)
+        more["teacher_ids"] = ids.to(device)
+    more["mask"] = (torch.rand(N, generator=g) < 0.7).to(device)
+    more["temperature"] = (0.5 + torch.rand(N, generator=g)).to(device)
+    up = torch.randn(N, generator=g).to(device)
+    leaves = [x.requires_grad_() for x in (hidden, weight)]
+    out = run(LinearDivergenceCall(*leaves, teacher.to(device), kind="reverse_kl", **more))
+    return out.detach(), *torch.autograd.grad(out, leaves, up)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("form", ["head", "logits", "list"])
+def test_several_blocks_give_the_results_of_plain_torch(form, dtype, device, monkeypatch) -> None:
+    monkeypatch.setattr(launch, "LOGITS", 128 * V)
+    monkeypatch.setattr(launch, "COLUMNS", 32)
+    found, want = (results(run, device, form, dtype) for run in (launch.linear_divergence, plain))
+    near = {"atol": 1e-5, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-3}
+    torch.testing.assert_close(found[0], want[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found[1:], want[1:], **near)
