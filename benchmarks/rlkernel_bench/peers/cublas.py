@@ -62,7 +62,7 @@ def grouped_linear(work: Work) -> Call:
     return run
 
 
-_LINEAR = ("linear_logprob", "linear_policy_loss", "lm_head_sample")
+_LINEAR = ("linear_logprob", "linear_policy_loss", "linear_divergence", "lm_head_sample")
 
 PEERS = (
     Peer(

@@ -8,8 +8,10 @@ import rlkernel as rlk
 from rlkernel_bench.gates import frobenius, tolerance
 from rlkernel_bench.suites.common import Definition, Draw, double, with_gradients, without_gradients
 from rlkernel_bench.suites.divergence import judged, upstream
-from rlkernel_bench.work import Call, Inputs, Judgment, Outputs, Problem, Work
+from rlkernel_bench.suites.linear_logprob import judge_logits
+from rlkernel_bench.work import Call, Goal, Inputs, Judgment, Outputs, Problem, Work
 
+_AS_FOUR_PRODUCTS = Goal(4.2, "times", "H")  # H100, H200: of cuBLAS's logits of one head
 _STUDENT, _TEACHER = "2*N*D*V", "2*N*E*V"
 _HEADS = "2*V*D + 2*N*D + 2*V*E + 2*N*E + 16*N"
 
@@ -27,18 +29,22 @@ def _work(N: int, D: int, E: int, V: int, dtype: str, kind: str, task: str = "fo
         f"2*({_HEADS})" if both else _HEADS,
         flops,
         dtype,
+        (_AS_FOUR_PRODUCTS,) if both and D == E else (),
+        "cublas",
         why=why,
         memory_at=("N", (16, 64) if N < 2048 else (2048, 4096, 8192)),
     )
 
 
 _WHY = "a Qwen-3 1.7B student of an 8B teacher"
+_SAME = "a Qwen-3 8B student of a teacher of its size"
 WORKS: Mapping[str, tuple[Work, ...]] = {
     "toy": (
         _work(64, 32, 48, 500, "float32", "forward_kl"),
         _work(64, 32, 48, 500, "bfloat16", "jsd", "forward+backward"),
     ),
     "full": (
+        _work(8192, 4096, 4096, 151936, "bfloat16", "reverse_kl", "forward+backward", why=_SAME),
         _work(8192, 2048, 4096, 151936, "bfloat16", "reverse_kl", why=_WHY),
         *(
             _work(8192, 2048, 4096, 151936, "bfloat16", kind, "forward+backward", why=_WHY)
@@ -72,6 +78,8 @@ def problem(work: Work, device: str) -> Problem:
         return Definition(lambda _: complete(forward)(exact), large=True)
 
     def judge(given: Inputs, definition: Definition, found: Outputs) -> dict[str, Judgment]:
+        if "logits" in found:
+            return {"logits": judge_logits(given, found["logits"])}
         want = definition.of(["divergence"])
         out = judged("linear_divergence", work.dtype, found, want["divergence"])
         if work.backward:
