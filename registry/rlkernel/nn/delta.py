@@ -33,6 +33,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from rlkernel import spread
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError
 from rlkernel_core.quant.tensor import QuantTensor
@@ -60,6 +61,7 @@ def weight_delta(old: Tensor | QuantTensor, new: Tensor | QuantTensor) -> Tensor
         on what changed, so the host waits for the device.
 
     Raises:
+        ArgumentTypeError: one of them is neither, or a DTensor: pass what this rank has of it.
         ArgumentError: the two differ in more than bits.
     """
     mine, theirs = _parts("old", old), _parts("new", new)
@@ -92,12 +94,12 @@ def apply_delta_(weight: Tensor | QuantTensor, delta: Tensor) -> None:
         delta: uint8 [bytes], as `weight_delta` returned it.
 
     Raises:
-        ArgumentTypeError: `delta` is no such tensor.
-        ArgumentError: the delta is damaged or belongs to a weight of another form, or the weight is not the older
-            version. Nothing is written then: checksums of both are compared before.
+        ArgumentTypeError: `delta` is no such tensor, or the weight is a DTensor or no weight.
+        ArgumentError: the delta is damaged or belongs to a weight of another form, the weight is not the older version,
+            or its elements share memory. Nothing is written then: checksums of both are compared before.
     """
     parts = _parts("weight", weight)
-    if any(size > 1 and step == 0 for x in _tensors(weight) for size, step in zip(x.shape, x.stride(), strict=True)):
+    if any(_overlaps(x) for x in _tensors(weight)):
         remedy = "Pass a weight with memory of its own."
         raise ArgumentError("weight", _told(weight), "has elements that share memory", remedy)
     words = _read(delta, parts[0].device)
@@ -132,11 +134,25 @@ def _parts(name: str, weight: Tensor | QuantTensor) -> list[Tensor]:
     """Bits of all tensors, flat; views where those are contiguous."""
     if not isinstance(weight, Tensor | QuantTensor):
         raise ArgumentTypeError(name, checks.describe(weight), "must be a tensor or a packed weight", "Pass a weight.")
+    found = spread.described(weight)
+    if found is not None:
+        remedy = f"Pass {name}.to_local(), of ranks that hold the same shard, or {name}.full_tensor()."
+        raise ArgumentTypeError(name, found, "must be a tensor of this rank", remedy)
     tensors = _tensors(weight)
     if any(x.layout != torch.strided or x.itemsize not in _BITS for x in tensors):
         remedy = "Pass a dense tensor with elements of 1, 2, 4 or 8 bytes."
         raise ArgumentTypeError(name, checks.describe(weight), "has no bits to compare", remedy)
     return [x.contiguous().view(-1).view(_BITS[x.itemsize]) for x in tensors]
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether elements may share memory: some stride is not beyond what all smaller ones reach."""
+    reached = 0
+    for step, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and step <= reached:
+            return x.numel() > 0
+        reached += (size - 1) * step
+    return False
 
 
 def _form(weight: Tensor | QuantTensor) -> int:
