@@ -130,3 +130,9 @@ def test_sides_that_put_all_mass_on_different_ids_are_as_far_apart_as_defined(ki
     found, want = as_defined(logits, -logits, kind=kind)
     assert want[0].isfinite().all()
     torch.testing.assert_close(found, want, check_dtype=False, atol=1e-5, rtol=1e-5)
+
+
+def test_a_teacher_temperature_that_requires_a_gradient_is_told_to_detach_itself() -> None:
+    T = torch.ones(5, requires_grad=True)
+    with pytest.raises(rlk.ArgumentError, match=r"^teacher_temperature: .* Pass teacher_temperature\.detach\(\)"):
+        rlk.divergence(STUDENT, TEACHER, teacher_temperature=T)
