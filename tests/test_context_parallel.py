@@ -77,6 +77,8 @@ def alike(rank, folder):
         share = next_ids(whole.ids, STARTS, layout=layout, lengths=LENGTHS, group=dist.group.WORLD)
         for name in ("ids", "labels", "places"):
             assert getattr(whole, name).tolist() == getattr(share, name).tolist()
+    with pytest.raises(rlk.ArgumentError, match=r"^group: has a rank and a size of its own; got rank=1, ranks=2"):
+        next_ids(share.ids, STARTS, layout="zigzag", rank=1, ranks=2, group=dist.group.WORLD)
     with pytest.raises(rlk.ArgumentError, match="ids"):
         next_ids(BATCH[:7], STARTS, layout="zigzag", group=dist.group.WORLD)
     dist.destroy_process_group()
@@ -109,3 +111,20 @@ def test_what_cannot_be_laid_out_is_refused_by_name(name, changes) -> None:
     given = {"ids": BATCH, "cu_seqlens": STARTS, "layout": "ring", "rank": 0, "ranks": 2, **changes}
     with pytest.raises(rlk.ArgumentError, match=f"^{name}: "):
         next_ids(given.pop("ids"), given.pop("cu_seqlens"), **given)
+
+
+def test_errors_name_the_sequence_and_stay_short_in_a_large_batch() -> None:
+    starts = torch.arange(0, 4 * 2001, 4)
+    starts[-1] += 1
+    with pytest.raises(
+        rlk.ArgumentError, match=r"^cu_seqlens: must give sequence 1999 a multiple of 2 tokens"
+    ) as found:
+        next_ids(torch.arange(8001), starts, layout="ring", ranks=2)
+    assert len(str(found.value)) < 300
+    with pytest.raises(rlk.ArgumentError, match="^cu_seqlens: must go from 0") as found:
+        next_ids(torch.arange(8001), starts + 1, layout="ring", ranks=2)
+    assert len(str(found.value)) < 300
+    lengths = torch.full((2000,), 4)
+    lengths[7] = 5
+    with pytest.raises(rlk.ArgumentError, match="^lengths: must be 0 to 4 for sequence 7; got 5"):
+        next_ids(torch.arange(8001), starts, layout="ulysses", lengths=lengths)

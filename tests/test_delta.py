@@ -143,10 +143,21 @@ def test_a_weight_of_another_form_is_refused(other) -> None:
         nn.weight_delta(old, other)
 
 
-def test_a_weight_whose_elements_share_memory_is_refused() -> None:
-    new = torch.randn(3, 4)
+@pytest.mark.parametrize(
+    "weight", [torch.zeros(1, 4).expand(3, 4), torch.zeros(6).as_strided((3, 4), (1, 1))], ids=["expanded", "windows"]
+)
+def test_a_weight_whose_elements_share_memory_is_refused(weight) -> None:
     with pytest.raises(rlk.ArgumentError, match="share memory"):
-        nn.apply_delta_(torch.zeros(1, 4).expand(3, 4), nn.weight_delta(torch.zeros(3, 4), new))
+        nn.apply_delta_(weight, nn.weight_delta(torch.zeros(3, 4), torch.randn(3, 4)))
+
+
+def test_a_column_a_row_and_every_other_element_of_a_weight_take_deltas() -> None:
+    for part in (lambda x: x[:, 2], lambda x: x[1], lambda x: x[:, None, ::2], lambda x: x[:0]):
+        whole, new = torch.zeros(4, 6), torch.randn(4, 6)
+        nn.apply_delta_(part(whole), nn.weight_delta(part(whole).clone(), part(new).clone()))
+        expected = torch.zeros(4, 6)
+        part(expected).copy_(part(new))
+        assert torch.equal(expected, whole)
 
 
 def test_packed_weights_of_two_formats_are_refused() -> None:

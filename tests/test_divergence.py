@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
 import rlkernel as rlk
+from rlkernel_core.definitions import divergence as definition
 
 torch.manual_seed(0)
 STUDENT, TEACHER = (torch.randn(5, 50, dtype=torch.float64) for _ in range(2))
@@ -89,3 +91,48 @@ def test_a_list_never_diverges_further_than_the_whole() -> None:
             assert (part >= before - 1e-12).all()
             before = part
         torch.testing.assert_close(before, whole)
+
+
+KINDS = ("forward_kl", "reverse_kl", "jsd", "tv")
+
+
+def as_defined(student, teacher, **options):
+    """The operator's values and gradients, and those of the definition."""
+    leaf = student.clone().requires_grad_()
+    value = rlk.divergence(leaf, teacher, **options)
+    (grad,) = torch.autograd.grad(value.sum(), leaf)
+    ids = options.pop("teacher_ids", None)
+    want = definition.divergence(
+        student, teacher, ids=None if ids is None else ids.numpy(), g=np.ones(len(student)), **options
+    )
+    return (value.detach(), grad), tuple(torch.from_numpy(np.asarray(x)) for x in (want.values, want.grad))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_student_that_excludes_all_but_the_list_has_an_empty_tail(kind) -> None:
+    student, ids = torch.randn(2, 7, dtype=torch.float64), torch.tensor([[4, 0, 2], [1, 5, 6]])
+    kept = torch.zeros(2, 7, dtype=torch.bool).scatter(1, ids, True)
+    student[~kept] = -torch.inf
+    log_t = torch.randn(2, 3, dtype=torch.float64).log_softmax(-1)
+    found, want = as_defined(student, log_t, teacher_ids=ids, kind=kind)
+    torch.testing.assert_close(found, want, equal_nan=True)
+    if kind == "forward_kl":  # the teacher's tail has at least 2^-23
+        assert found[0].isposinf().all()
+        assert found[1].isnan().all()
+    else:
+        assert found[0].isfinite().all()
+        assert not found[1][~kept].any()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sides_that_put_all_mass_on_different_ids_are_as_far_apart_as_defined(kind) -> None:
+    logits = torch.tensor([[3e4, -3e4, 0.0, 1.0]])
+    found, want = as_defined(logits, -logits, kind=kind)
+    assert want[0].isfinite().all()
+    torch.testing.assert_close(found, want, check_dtype=False, atol=1e-5, rtol=1e-5)
+
+
+def test_a_teacher_temperature_that_requires_a_gradient_is_told_to_detach_itself() -> None:
+    T = torch.ones(5, requires_grad=True)
+    with pytest.raises(rlk.ArgumentError, match=r"^teacher_temperature: .* Pass teacher_temperature\.detach\(\)"):
+        rlk.divergence(STUDENT, TEACHER, teacher_temperature=T)

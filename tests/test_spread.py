@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 import rlkernel as rlk
+from rlkernel import nn
 
 HIDDEN, HEAD, LOGITS = torch.randn(3, 16), torch.randn(50, 16), torch.randn(3, 50)
 IDS = torch.tensor([1, 2, 3])
@@ -45,3 +46,15 @@ def test_a_head_that_is_spread_is_refused_by_name_after_a_call_of_its_shape(mesh
 def test_logits_that_are_spread_are_refused_with_their_placements_and_the_remedy(mesh, name, call) -> None:
     with pytest.raises(rlk.ArgumentTypeError, match=rf"^{name}: .*over mesh \(tp\).*{name}\.to_local\(\) with group="):
         call(distribute_tensor(LOGITS, mesh, [Shard(1)]))
+
+
+def test_a_weight_that_is_spread_has_no_delta_but_that_of_a_ranks_share(mesh) -> None:
+    old, new = (distribute_tensor(x, mesh, [Shard(0)]) for x in (HEAD, HEAD + 1))
+    with pytest.raises(rlk.ArgumentTypeError, match=r"^old: must be a tensor of this rank; .*old\.to_local\(\)"):
+        nn.weight_delta(old, new)
+    share = old.to_local().clone()
+    delta = nn.weight_delta(share, new.to_local())
+    with pytest.raises(rlk.ArgumentTypeError, match=r"^weight: must be a tensor of this rank"):
+        nn.apply_delta_(old, delta)
+    nn.apply_delta_(share, delta)
+    assert torch.equal(HEAD + 1, share)

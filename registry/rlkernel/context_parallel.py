@@ -5,8 +5,8 @@
     mine = next_ids(ids, cu_seqlens, layout="zigzag", rank=rank, ranks=4)   # from the whole batch
     mine = next_ids(share, cu_seqlens, layout="zigzag", group=group)        # from what each rank has of it
 
-A label is never the first id of another sequence, nor the first that a rank happens to have next: the last token of a
-sequence has none. R ranks share N packed tokens, those of sequence i from cu_seqlens[i] to cu_seqlens[i + 1]:
+A label is the next id of the same sequence, on whichever rank that is; the last token of a sequence has none. R ranks
+share N packed tokens, those of sequence i from cu_seqlens[i] to cu_seqlens[i + 1]:
 
     ulysses    rank r has run r of R equal ones of all N tokens, whatever sequences they cut; tokens beyond
                cu_seqlens[-1] are padding (DeepSpeed-Ulysses, arXiv:2309.14509, outside attention)
@@ -57,8 +57,8 @@ def next_ids(
 ) -> NextIds:
     """The share of a rank, and its labels.
 
-    The host reads `cu_seqlens` and `lengths`. With `group`, ranks exchange the first id of each run: R runs, of every
-    sequence two at most on a rank; and all of them must pass the same `cu_seqlens`, `lengths` and layout.
+    The host reads `cu_seqlens` and `lengths`. With `group`, one all-gather exchanges the first id of each run, at most
+    two per sequence and rank; all ranks must pass the same `cu_seqlens`, `lengths` and layout.
 
     Args:
         ids: int32 or int64 [N], all tokens; with `group` the share of this rank [n], in the order of the layout.
@@ -66,8 +66,8 @@ def next_ids(
         layout: "ulysses", "ring" or "zigzag", see above.
         rank: whose share, where the ids are whole.
         ranks: how many there are, then.
-        lengths: [B] integer, tokens of a sequence that are no padding, which stands behind them; None for all.
-            Padding has no label, and is none.
+        lengths: [B] integer, how many tokens of each sequence come before its padding; None: no padding. A padding
+            token has no label, and is the label of none.
         group: the ranks of context parallelism, where each has its share alone.
 
     Returns:
@@ -85,7 +85,8 @@ def next_ids(
     checks.process_group("group", group)
     if group is not None:
         if (rank, ranks) != (0, 1):
-            raise ArgumentError("rank", rank, "is that of the group, where one is given", "Leave rank and ranks out.")
+            given = f"rank={checks.describe(rank)}, ranks={checks.describe(ranks)}"
+            raise ArgumentError("group", given, "has a rank and a size of its own", "Leave out rank and ranks.")
         rank, ranks = group.rank(), group.size()
     checks.integer("ranks", ranks, at_least=1)
     checks.integer("rank", rank, at_least=0, at_most=ranks - 1)
@@ -106,7 +107,8 @@ def _starts(cu_seqlens: Tensor, total: int) -> list[int]:
     starts: list[int] = cu_seqlens.tolist()
     if not starts or starts[0] != 0 or starts[-1] > total or starts != sorted(starts):
         remedy = "Pass [B + 1] bounds; with group, ids are the share of a rank."
-        raise ArgumentError("cu_seqlens", starts, f"must go from 0 up to at most {total} tokens", remedy)
+        problem = f"must go from 0 up to at most {total} tokens"
+        raise ArgumentError("cu_seqlens", checks.describe(starts), problem, remedy)
     return starts
 
 
@@ -117,8 +119,12 @@ def _real(lengths: Tensor | None, starts: list[int]) -> list[int]:
         return sizes
     checks.tensor("lengths", lengths, ndim=1, kind="integer")
     real: list[int] = lengths.tolist()
-    if len(real) != len(sizes) or any(not 0 <= n <= size for n, size in zip(real, sizes, strict=True)):
-        raise ArgumentError("lengths", real, f"must be [{len(sizes)}], of 0 to {sizes} tokens", "Pass real lengths.")
+    remedy = "Pass for each sequence how many of its tokens are no padding."
+    if len(real) != len(sizes):
+        raise ArgumentError("lengths", checks.describe(lengths), f"must be [{len(sizes)}], one per sequence", remedy)
+    for i, (count, size) in enumerate(zip(real, sizes, strict=True)):
+        if not 0 <= count <= size:
+            raise ArgumentError("lengths", count, f"must be 0 to {size} for sequence {i}", remedy)
     return real
 
 
@@ -126,19 +132,20 @@ def _runs(layout: str, starts: list[int], total: int, rank: int, ranks: int) -> 
     """First place of each run of a rank and the one past its last, in the order of its tokens; no run is empty."""
     if layout == "ulysses":
         if total % ranks:
-            raise ArgumentError("ids", f"{total} tokens", f"are no multiple of {ranks} ranks", "Pad the batch.")
+            raise ArgumentError("ids", f"{total} tokens", f"must be a multiple of {ranks} ranks", "Pad the batch.")
         return [(rank * (total // ranks), (rank + 1) * (total // ranks))] if total else []
     if starts[-1] != total:
         remedy = "Give padding to a sequence, and its real length in lengths."
-        raise ArgumentError("cu_seqlens", starts, f"must end at the {total} tokens that {layout} lays out", remedy)
+        problem = f"must end at {total}, the number of tokens, for {layout}"
+        raise ArgumentError("cu_seqlens", checks.describe(starts), problem, remedy)
     pieces, own = (ranks, (rank,)) if layout == "ring" else (2 * ranks, (rank, 2 * ranks - 1 - rank))
     found = []
     for i, (start, end) in enumerate(pairwise(starts)):
         size, rest = divmod(end - start, pieces)
         if rest:
             remedy = "Pad it, and pass its real length in lengths."
-            problem = f"has a sequence, {i}, of {end - start} tokens, which are no multiple of {pieces}"
-            raise ArgumentError("cu_seqlens", starts, problem, remedy)
+            problem = f"must give sequence {i} a multiple of {pieces} tokens for {layout}"
+            raise ArgumentError("cu_seqlens", f"{end - start} tokens", problem, remedy)
         found += [(start + piece * size, start + (piece + 1) * size) for piece in own if size]
     return found
 
@@ -152,7 +159,7 @@ def _places(runs: list[tuple[int, int]]) -> Tensor:  # -> [n] int64
 def _with_borders(
     ids: Tensor, runs: list[list[tuple[int, int]]], total: int, places: Tensor, group: ProcessGroup
 ) -> Tensor:  # -> [N]
-    """All ids that labels of this rank need, at their places: its own, and the first of every run of others."""
+    """All ids that labels of this rank need, at their places: its own, and the first of every run of all ranks."""
     import torch
     import torch.distributed as dist
 

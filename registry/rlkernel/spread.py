@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 from rlkernel_core.errors import ArgumentTypeError
+
+_MODULE: Final = "torch.distributed.tensor"
 
 
 def refuse(call: Any) -> None:
@@ -19,21 +21,29 @@ def refuse(call: Any) -> None:
     Raises:
         ArgumentTypeError: it names the argument, its placements and the two ways on.
     """
-    module: Any = sys.modules.get("torch.distributed.tensor")
-    if module is None:  # nobody can have made one
+    if _MODULE not in sys.modules:  # nobody can have made one
         return
     for name, x in _arguments(call):
-        if isinstance(x, module.DTensor):
-            placed = ", ".join(map(str, x.placements))
-            over = x.device_mesh.mesh_dim_names or tuple(range(x.device_mesh.ndim))
+        found = described(x)
+        if found is not None:
             raise ArgumentTypeError(
                 name,
-                f"a DTensor {list(x.shape)}, ({placed}) over mesh ({', '.join(map(str, over))})",
+                found,
                 "must be a tensor of this rank",
                 f"Pass {name}.full_tensor(), as under FSDP, whose ranks have tokens of their own; or, where ranks have "
                 f"the same tokens and each a part of the vocabulary, {name}.to_local() with "
                 f"group={name}.device_mesh.get_group(), to operators that take a group.",
             )
+
+
+def described(x: object) -> str | None:
+    """Shape, placements and mesh of a DTensor, for messages; None for anything else."""
+    module: Any = sys.modules.get(_MODULE)
+    if module is None or not isinstance(x, module.DTensor):
+        return None
+    placed = ", ".join(map(str, x.placements))
+    over = x.device_mesh.mesh_dim_names or tuple(range(x.device_mesh.ndim))
+    return f"a DTensor {list(x.shape)}, ({placed}) over mesh ({', '.join(map(str, over))})"
 
 
 def _arguments(call: Any) -> Iterator[tuple[str, Any]]:

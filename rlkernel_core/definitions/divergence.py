@@ -50,7 +50,7 @@ def divergence_of(kind, beta, log_s, log_t):
         terms, sizes = kl(log_s, log_t)
         return terms.sum(), sizes.sum(), times_log(s, log_s, log_t)
     if kind == "jsd":
-        log_m = np.log(beta * t + (1 - beta) * s)
+        log_m = np.logaddexp(np.log(beta) + log_t, np.log(1 - beta) + log_s)
         of_t, of_s = kl(log_t, log_m), kl(log_s, log_m)
         value, size = ((beta * of_t[i] + (1 - beta) * of_s[i]).sum() for i in range(2))
         return value, size, (1 - beta) * times_log(s, log_s, log_m)
@@ -108,7 +108,7 @@ def divergence(
             jump = tie + s * tie.sum()
             scale = X(g[i]) / T[i]
             listed = [j for j in columns if j is not None]
-            share = np.exp(log_s - of_s[-1]) if None in columns else np.zeros(V, X)
+            share = np.where(log_s > -np.inf, np.exp(log_s - of_s[-1]), 0) if None in columns else np.zeros(V, X)
             grad[i], slack[i] = scale * of_mass[-1] * share, abs(scale) * jump[-1] * share
             grad[i, listed], slack[i, listed] = scale * of_mass[: len(listed)], abs(scale) * jump[: len(listed)]
             w = np.abs(np.where(s > 0, u / np.where(s > 0, s, 1), 0)) if kind != "forward_kl" else np.ones_like(s)

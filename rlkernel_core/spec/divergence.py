@@ -22,8 +22,8 @@ distributions then are K + 1 masses: one per listed id, and one tail of all othe
 
     t_tail = max(1 - sum_k exp(teacher_k), 2^-23)         s_tail = sum of s_j over the ids that are not listed
 
-2^-23 is what fp32 log-probabilities leave open: a list that seems to hold all of the mass makes no reverse KL infinite.
-A list of all V ids has no tail.
+2^-23 is the epsilon of fp32: a list that seems to hold all of the mass makes no reverse KL infinite. A list of all V
+ids has no tail; any other has one, so forward KL is +inf for a student that excludes every id which is not listed.
 
     d divergence / d logits_j = (s_j w_j - s_j sum_k s_k w_k) / temperature,  w_j the derivative with respect to s_j:
     forward_kl -t_j / s_j · reverse_kl log(s_j / t_j) · jsd (1 - beta) log(s_j / m_j) · tv sign(s_j - t_j) / 2
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KINDS: Final = ("forward_kl", "reverse_kl", "jsd", "tv")
-LEAST_TAIL: Final = 2.0**-23  # mass of a teacher's tail: half a step of fp32 below 1, twice
-MOST_MASS: Final = 1.0625  # of a teacher's list: what rounding log-probabilities to 16 bits may make of 1
+LEAST_TAIL: Final = 2.0**-23  # least mass of a teacher's tail: the epsilon of fp32
+MOST_MASS: Final = 1.0625  # most mass of a teacher's list: 1, and what log-probabilities rounded to 16 bits may add
 
 
 @dataclass(slots=True, eq=False)
@@ -120,9 +120,8 @@ def check_options(call: Any, rows: Any, beside: Tensor) -> None:
     if ids is not None:
         checks.tensor("teacher_ids", ids, kind="integer")
         if ids.dim() != len(rows) + 1 or tuple(ids.shape[:-1]) != tuple(rows) or ids.shape[-1] < 1:
-            raise ArgumentError(
-                "teacher_ids", checks.describe(ids), f"must be [..., K], K >= 1, for the rows {list(rows)}", "Align it."
-            )
+            problem = f"must be [..., K], K >= 1, for the rows {list(rows)}"
+            raise ArgumentError("teacher_ids", checks.describe(ids), problem, "Pass one list of ids per row.")
         checks.same_device("teacher_ids", ids, beside, "the rows")
         checks.aligned("teacher", teacher, ids.shape, "teacher_ids", kind="floating", **where)
         if call.teacher_temperature is not None:
@@ -144,7 +143,8 @@ def check_options(call: Any, rows: Any, beside: Tensor) -> None:
         try:
             check_temperature(call.teacher_temperature, rows, beside)
         except ArgumentError as error:
-            raise type(error)("teacher_temperature", error.got, error.problem, error.remedy) from None
+            remedy = error.remedy.replace("temperature.", "teacher_temperature.")
+            raise type(error)("teacher_temperature", error.got, error.problem, remedy) from None
     checks.aligned("mask", call.mask, rows, "the rows", kind="bool", **where)
 
 

@@ -4,8 +4,8 @@
     teacher = teacher @ teacher_weight.T            where the teacher gives hidden states and its head
     the divergence of the two, exactly as divergence@1 defines it
 
-Logits keep their fp32 accumulators: they are not rounded to the operands' 16 bits. Tokens are worked on in blocks, and
-the backward pass makes the logits of a block again: three products for the student (logits, d_hidden, d_weight) and one
+Logits stay in fp32: they are not rounded to the 16 bits of the operands. Tokens are processed in blocks, and the
+backward pass computes the logits of a block again: three products for the student (logits, d_hidden, d_weight) and one
 for the teacher.
 
     d_hidden = dz @ weight,  d_weight = dz.T @ hidden,  dz the gradient of the logits; both are summed in fp32
@@ -85,9 +85,9 @@ def check(call: LinearDivergenceCall) -> None:
     checks.exclusive(teacher_weight=of_teacher, teacher_ids=call.teacher_ids)
     if of_teacher is not None:
         if teacher.dim() != len(rows) + 1 or tuple(teacher.shape[:-1]) != tuple(rows) or teacher.shape[-1] < 1:
-            raise ArgumentError(
-                "teacher", checks.describe(teacher), f"must be [..., E], E >= 1, for the rows {list(rows)}", "Align it."
-            )
+            problem = f"must be [..., E], E >= 1, for the rows {list(rows)}"
+            remedy = "Pass the teacher's hidden states of the same tokens."
+            raise ArgumentError("teacher", checks.describe(teacher), problem, remedy)
         checks.same_device("teacher", teacher, hidden, "hidden")
         _head("teacher_weight", of_teacher, "teacher", teacher)
         constant("teacher_weight", of_teacher)
@@ -107,7 +107,8 @@ def _head(name: str, weight: Any, of: str, hidden: Tensor) -> None:
     checks.tensor(name, weight, ndim=2, kind="floating")
     D = hidden.shape[-1]
     if weight.shape[1] != D or weight.shape[0] < 1:
-        raise ArgumentError(name, checks.describe(weight), f"must be [V, {D}], V >= 1, for {of}", "Pass its head.")
+        remedy = f"Pass the output head of the model that gave {of}."
+        raise ArgumentError(name, checks.describe(weight), f"must be [V, {D}], V >= 1, for {of}", remedy)
     checks.same_device(name, weight, hidden, of)
     if weight.dtype != hidden.dtype:
         raise ArgumentError(

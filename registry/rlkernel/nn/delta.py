@@ -6,7 +6,8 @@
         nn.apply_delta_(weights[name], delta)                               # the bits of new, or an error
 
 An update of reinforcement learning changes a few per cent of the elements of bf16 weights. Bits are compared, not
-values: NaN and the sign of 0 count. A weight is one tensor, or the parts of a packed one.
+values: a NaN equals a NaN of the same bits, and 0 differs from -0. A weight is one tensor, or the parts of a packed
+one.
 
 A delta is int64 words, little-endian: a header; for each part the number of its changed elements, -1 where all of it
 is sent; then for each part, every field padded to whole words,
@@ -33,6 +34,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from rlkernel import spread
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError
 from rlkernel_core.quant.tensor import QuantTensor
@@ -60,12 +62,13 @@ def weight_delta(old: Tensor | QuantTensor, new: Tensor | QuantTensor) -> Tensor
         on what changed, so the host waits for the device.
 
     Raises:
+        ArgumentTypeError: one of them is neither, or a DTensor: pass what this rank has of it.
         ArgumentError: the two differ in more than bits.
     """
     mine, theirs = _parts("old", old), _parts("new", new)
     if _form(old) != _form(new) or mine[0].device != theirs[0].device:
         remedy = "Pass two versions of one weight, on one device."
-        raise ArgumentError("new", _told(new), f"must be as old, {_told(old)}", remedy)
+        raise ArgumentError("new", _described(new), f"must be as old, {_described(old)}", remedy)
     counts, fields = [], []
     for a, b in zip(mine, theirs, strict=True):
         at = (a != b).nonzero().squeeze(1)
@@ -92,14 +95,14 @@ def apply_delta_(weight: Tensor | QuantTensor, delta: Tensor) -> None:
         delta: uint8 [bytes], as `weight_delta` returned it.
 
     Raises:
-        ArgumentTypeError: `delta` is no such tensor.
-        ArgumentError: the delta is damaged or belongs to a weight of another form, or the weight is not the older
-            version. Nothing is written then: checksums of both are compared before.
+        ArgumentTypeError: `delta` is no such tensor, or the weight is a DTensor or no weight.
+        ArgumentError: the delta is damaged or belongs to a weight of another form, the weight is not the older version,
+            or its elements share memory. Nothing is written then: checksums of both are compared before.
     """
     parts = _parts("weight", weight)
-    if any(size > 1 and step == 0 for x in _tensors(weight) for size, step in zip(x.shape, x.stride(), strict=True)):
+    if any(_overlaps(x) for x in _tensors(weight)):
         remedy = "Pass a weight with memory of its own."
-        raise ArgumentError("weight", _told(weight), "has elements that share memory", remedy)
+        raise ArgumentError("weight", _described(weight), "has elements that share memory", remedy)
     words = _read(delta, parts[0].device)
     total, check, form, older, newer, many = words[1:_HEADER].tolist()
     unsigned = words.clone()
@@ -108,12 +111,12 @@ def apply_delta_(weight: Tensor | QuantTensor, delta: Tensor) -> None:
         raise ArgumentError("delta", f"{delta.numel()} bytes", "is damaged: its checksum differs", "Send it again.")
     if form != _form(weight) or many != len(parts):
         remedy = "Apply it to the weight that it was made of."
-        raise ArgumentError("delta", "a delta", f"is of a weight of another form than {_told(weight)}", remedy)
+        raise ArgumentError("delta", "a delta", f"is of a weight of another form than {_described(weight)}", remedy)
     changes = _changes(words[_HEADER:], parts)
     have = _checksum(parts).item()
     if have != older:
         state = "is the newer version already" if have == newer else "is not the version that the delta starts from"
-        raise ArgumentError("weight", _told(weight), state, "Apply deltas in order, or send the whole weight.")
+        raise ArgumentError("weight", _described(weight), state, "Apply deltas in order, or send the whole weight.")
     with torch.no_grad():
         for target, part, (at, value) in zip(_tensors(weight), parts, changes, strict=True):
             if at is None:
@@ -132,11 +135,25 @@ def _parts(name: str, weight: Tensor | QuantTensor) -> list[Tensor]:
     """Bits of all tensors, flat; views where those are contiguous."""
     if not isinstance(weight, Tensor | QuantTensor):
         raise ArgumentTypeError(name, checks.describe(weight), "must be a tensor or a packed weight", "Pass a weight.")
+    found = spread.described(weight)
+    if found is not None:
+        remedy = f"Pass {name}.to_local(), of ranks that hold the same shard, or {name}.full_tensor()."
+        raise ArgumentTypeError(name, found, "must be a tensor of this rank", remedy)
     tensors = _tensors(weight)
     if any(x.layout != torch.strided or x.itemsize not in _BITS for x in tensors):
         remedy = "Pass a dense tensor with elements of 1, 2, 4 or 8 bytes."
         raise ArgumentTypeError(name, checks.describe(weight), "has no bits to compare", remedy)
     return [x.contiguous().view(-1).view(_BITS[x.itemsize]) for x in tensors]
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether elements may share memory: some stride is not beyond what all smaller ones reach."""
+    reached = 0
+    for step, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and step <= reached:
+            return x.numel() > 0
+        reached += (size - 1) * step
+    return False
 
 
 def _form(weight: Tensor | QuantTensor) -> int:
@@ -148,7 +165,7 @@ def _form(weight: Tensor | QuantTensor) -> int:
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
-def _told(weight: Tensor | QuantTensor) -> str:
+def _described(weight: Tensor | QuantTensor) -> str:
     return repr(weight) if isinstance(weight, QuantTensor) else checks.describe(weight)
 
 
@@ -157,7 +174,7 @@ def _blocks(part: Tensor) -> int:
 
 
 def _words(size: int) -> int:
-    """That hold so many bytes."""
+    """How many words hold `size` bytes."""
     return -(-size // 8)
 
 
@@ -197,7 +214,7 @@ def _changes(words: Tensor, parts: list[Tensor]) -> list[tuple[Tensor | None, Te
         count == _WHOLE or 0 <= count <= part.numel() for count, part in zip(counts, parts, strict=False)
     )
     if not sane or sum(_sparse_words(p, n) for p, n in zip(parts, counts, strict=True)) * 8 != raw.numel():
-        raise ArgumentError("delta", f"{raw.numel()} bytes", "holds other sizes than its weight", "Make it anew.")
+        raise ArgumentError("delta", f"{raw.numel()} bytes", "does not fit the weight", "Make the delta again.")
 
     def field(size: int, dtype: torch.dtype) -> Tensor:
         nonlocal at
@@ -212,10 +229,12 @@ def _changes(words: Tensor, parts: list[Tensor]) -> list[tuple[Tensor | None, Te
         per_block, place = field(sizes[0], torch.int32).long(), field(sizes[1], torch.int16).long() + _HALF
         starts = torch.arange(len(per_block), device=part.device) * _BLOCK
         if int(per_block.sum()) != count or bool((per_block < 0).any()):
-            raise ArgumentError("delta", f"{raw.numel()} bytes", "counts other changes than it holds", "Make it anew.")
+            problem = "does not hold as many changes as it counts"
+            raise ArgumentError("delta", f"{raw.numel()} bytes", problem, "Make the delta again.")
         where = starts.repeat_interleave(per_block) + place
         if count and int(where.max()) >= part.numel():
-            raise ArgumentError("delta", int(where.max()), "names a place beyond its weight", "Make it anew.")
+            problem = "changes an element beyond the end of the weight"
+            raise ArgumentError("delta", int(where.max()), problem, "Make the delta again.")
         found.append((where, field(sizes[2], part.dtype)))
     return found
 
