@@ -70,8 +70,8 @@ class DivergenceCall(OpCall["Tensor"]):
         kind: "forward_kl", "reverse_kl", "jsd" or "tv".
         beta: weight of the teacher in jsd, between 0 and 1, 0.5 unless given; for jsd alone.
         temperature: of the student: float > 0, or a tensor broadcastable to [...] that requires no gradient.
-        teacher_temperature: of the teacher's logits, in the same forms; None: the student's. Log-probabilities are
-            taken as they are, so none goes with `teacher_ids`.
+        teacher_temperature: of the teacher's logits: float > 0, or a tensor broadcastable to [...]; None: the
+            student's. Log-probabilities are taken as they are, so none goes with `teacher_ids`.
         teacher_ids: [..., K] integer, the ids that `teacher` lists, each at most once in a row, in any order. -1 is
             padding, whatever log-probability is beside it.
         mask: [...] bool, True where the row counts; False rows give 0 and gradient 0 whatever they hold.

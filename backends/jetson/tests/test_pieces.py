@@ -13,7 +13,7 @@ from rlkernel_triton.quant import product
 from tests.boards import KIB_8GB, meminfo, plant
 
 MIB = 1 << 20
-HEAD = Size(N=4096, D=2048, V=151936, item=2, BN=128, support=False, ranks=1)
+HEAD = Size(N=4096, D=2048, V=151936, item=2, tiles=8 * 149, support=False, parts=8)
 # What works in pieces: how many bytes it takes, and how many of them there may be at once.
 SIZES = ((BLOCK_BYTES, 1), (product.PIECE, 2), (product.DENSE_EXPERTS, 1))
 

@@ -51,6 +51,19 @@ CASES = {
             2e-5,
         )
     ],
+    "divergence": [
+        ("jsd", lambda: (drawn(3, 900, dtype=BF16), drawn(3, 900, dtype=BF16)), {"kind": "jsd"}, 1e-5, 2e-5),
+        (
+            "list",
+            lambda: (drawn(2, 300, dtype=BF16), drawn(2, 4).log_softmax(-1) - 1),
+            {"teacher_ids": torch.tensor([[1, 7, 299, 0]] * 2)},
+            1e-5,
+            2e-5,
+        ),
+    ],
+    "linear_divergence": [
+        ("bf16", lambda: (HIDDEN, HEAD, drawn(8, HEAD.shape[0], dtype=BF16)), {"kind": "reverse_kl"}, 1e-3, 2e-3)
+    ],
     "linear_logprob": [("bf16", lambda: (HIDDEN, HEAD, IDS), {"entropy": True}, 1e-4, 2e-3)],
     "linear_policy_loss": [
         ("grpo", lambda: (HIDDEN.view(2, 4, 64), HEAD, IDS.view(2, 4), OLD, drawn(2)), {"kind": "grpo"}, 1e-3, 2e-3)

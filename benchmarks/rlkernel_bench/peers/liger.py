@@ -88,6 +88,8 @@ def divergence(work: Work) -> Call:
 
     if work.options["K"]:
         raise NotImplementedError("no teacher by a list")
+    if not work.backward:
+        raise NotImplementedError("a mean of all rows, of which the definition has some: nothing to compare")
     beta = _BETAS[str(work.options["kind"])]
 
     def run(given: Inputs) -> Outputs:
