@@ -5,6 +5,7 @@ import torch
 
 import rlkernel as rlk
 from rlkernel_core.spec.divergence import KINDS, DivergenceCall
+from rlkernel_torch.divergence import divergence as plain_divergence
 from rlkernel_triton.divergence import kernels
 from rlkernel_triton.divergence.launch import divergence
 
@@ -43,3 +44,19 @@ def test_a_gradient_has_the_same_bits_where_a_program_takes_more_columns(device,
         out = divergence(DivergenceCall(leaf, teacher, kind="jsd"))
         found.append(torch.autograd.grad(out.sum(), leaf)[0])
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_student_that_excludes_all_but_the_list_has_the_gradient_of_plain_torch(kind, device) -> None:
+    g = torch.Generator().manual_seed(7)
+    x, ids = torch.full((2, 40), -torch.inf), torch.tensor([[4, 30, 2], [11, 5, 39]])
+    x.scatter_(1, ids, torch.randn(2, 3, generator=g))
+    log_t, found = torch.randn(2, 3, generator=g).log_softmax(-1).to(device), []
+    for implementation in (divergence, plain_divergence):
+        leaf = x.to(device).requires_grad_()
+        out = implementation(DivergenceCall(leaf, log_t, teacher_ids=ids.to(device), kind=kind))
+        found.append((out.detach(), torch.autograd.grad(out.sum(), leaf)[0]))
+    torch.testing.assert_close(*found, equal_nan=True)
+    if kind != "forward_kl":  # which is infinite: the teacher's tail has a mass
+        assert found[0][0].isfinite().all()
+        assert not found[0][1].cpu()[x == -torch.inf].any()
