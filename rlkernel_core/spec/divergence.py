@@ -253,7 +253,7 @@ SPEC = OpSpec(
             "DV-15",
             "the tail",
             "is one mass: how either side spreads it over the ids that are not listed changes nothing, and a list that "
-            "holds all of the mass makes no KL infinite",
+            "holds all of the mass makes no KL infinite where the student excludes no id",
             "law",
             "teacher_ids",
         ),
