@@ -294,7 +294,7 @@ def main(words: list[str] | None = None) -> None:
     rlk.configure(*filter(None, given.order.split(",")), **{op: {"need": ["batch_invariant"]} for op in exact})
     model = model_of(given)
     result: dict[str, Any] = {
-        "arguments": {n: str(x) if isinstance(x, Path) else x for n, x in vars(given).items()},
+        "arguments": {n: x for n, x in vars(given).items() if n != "output"},
         "parameters": sum(p.numel() for p in model.parameters()),
         "device": torch.cuda.get_device_name() if given.device.startswith("cuda") else platform.processor(),
         "versions": {"rlkernel": rlk.__version__, "torch": torch.__version__, "transformers": transformers.__version__},

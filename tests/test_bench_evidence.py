@@ -103,7 +103,7 @@ def test_a_report_says_what_each_device_could_do() -> None:
 
 
 def test_two_places_share_the_suites_of_a_run(cli) -> None:
-    words = "bench run --suite policy_loss --suite verify --device cpu,cpu --backend torch --peers none --size toy"
+    words = "bench run --suite policy_loss --suite verify --device cpu,cpu --backend torch --peers none"
     done = cli(*shlex.split(words), "--seconds", "0.001", "--out", "both")
     assert done.exit_code == 0, done.output
     kept = read(Path("both"))

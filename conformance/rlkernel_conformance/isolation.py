@@ -126,7 +126,7 @@ def _one_worker(
         "check": subject.check,
         "profile": asdict(profile),
         "clauses": {a.clause.id: a.scale for a in attacks},
-        "environ": sanitizer.variables(subject.op, attacks[0].clause) if log is not None else {},
+        "variables": sanitizer.variables(subject.op, attacks[0].clause) if log is not None else {},
         "manifest": manifest,
         "memory": MEMORY if subject.device.partition(":")[0] == "cpu" else 0,
     }
@@ -180,7 +180,7 @@ def _start(job: dict[str, Any], case: IO[bytes], log: Path | None, until: float)
     path = [p or os.curdir for p in sys.path]
     environ = {k: v for k, v in os.environ.items() if not k.startswith("RLKERNEL_")}
     environ |= {"HYPOTHESIS_STORAGE_DIRECTORY": str(cache_folder() / "hypothesis")}
-    environ |= {"PYTHONPATH": os.pathsep.join(path), **job["environ"]}
+    environ |= {"PYTHONPATH": os.pathsep.join(path), **job["variables"]}
     worker: _Worker | None = None
     if not under and job["device"].partition(":")[0] == "cpu":
         limit = max(0.0, min(STARTING_S, until - time.monotonic()))

@@ -129,7 +129,7 @@ class Sides(NamedTuple):
     @classmethod
     def of(cls, x: Tensor, T: Tensor, teacher: Tensor, T_t: Tensor) -> Sides:
         """Of logits [n, V] of both; temperatures [n]."""
-        log_s, log_t = (_Law.of(a, b).logs() for a, b in ((x, T), (teacher, T_t)))
+        log_s, log_t = (_Softmax.of(a, b).logs() for a, b in ((x, T), (teacher, T_t)))
         return cls(x.shape[1], T, log_s, log_t, None, None)
 
     @classmethod
@@ -139,7 +139,7 @@ class Sides(NamedTuple):
         # Entries that do not count are marked in a column of their own.
         out = torch.zeros(n, V + 1, dtype=torch.bool, device=x.device)
         out.scatter_(1, torch.where(teacher.there, teacher.ids, V), True)
-        every, rest = _Law.of(x, T), _Law.of(x.masked_fill(out[:, :V], -torch.inf), T)
+        every, rest = _Softmax.of(x, T), _Softmax.of(x.masked_fill(out[:, :V], -torch.inf), T)
         tail = (rest.top - every.top) / T + rest.log_total - every.log_total
         tail = torch.where((rest.top == -torch.inf) & every.log_total.isfinite(), -torch.inf, tail)
         log_s = every.logs()
@@ -175,7 +175,7 @@ def _filled(x: Tensor) -> Tensor:
     return filled
 
 
-class _Law(NamedTuple):
+class _Softmax(NamedTuple):
     """A softmax."""
 
     x: Tensor  # [n, W] logits
@@ -184,7 +184,7 @@ class _Law(NamedTuple):
     log_total: Tensor  # [n] log of the sum of exp((x - top) / T); NaN where the top is not finite
 
     @classmethod
-    def of(cls, x: Tensor, T: Tensor) -> _Law:
+    def of(cls, x: Tensor, T: Tensor) -> _Softmax:
         """Of logits [n, V]."""
         x = _filled(x)
         top = x.amax(1)

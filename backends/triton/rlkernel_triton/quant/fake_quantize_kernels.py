@@ -111,7 +111,7 @@ def store_groups(
 
 @triton.jit
 def is_beyond(x, one, other):
-    """Where x is outside of what lies between two ends, in any order; nowhere if they are NaN."""
+    """Where x is outside the interval between two ends, in either order; nowhere if an end is NaN."""
     return (x < tl.minimum(one, other)) | (x > tl.maximum(one, other))
 
 
