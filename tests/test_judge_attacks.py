@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from rlkernel_core.errors import ConfigError, UnknownNameError
@@ -25,6 +27,20 @@ def test_an_unknown_attack_is_an_error_that_suggests_one() -> None:
 def test_an_attack_without_its_device_is_skipped() -> None:
     (found,) = attempts(attacks(only=("other_stream",)), progress=lambda _: None)
     assert (found.skipped, found.succeeded) == ("needs a device of kind cuda", False)
+
+
+def test_attacks_that_run_together_are_told_in_their_order(monkeypatch) -> None:
+    together = threading.Barrier(2, timeout=30)
+
+    def meets(text: str, _: Task) -> dict[str, object]:
+        if text != honest("logprob").source:
+            together.wait()
+        return {"score": 1.0, "stage": text[-40:]}
+
+    monkeypatch.setattr(attack_run, "judged", meets)
+    chosen = [a for a in ALL if a.honest == "logprob" and a.device == "any"][:2]
+    found = attempts(chosen, jobs=2, progress=lambda _: None)
+    assert [(a.name, a.stage) for a in found] == [(a.name, a.text[-40:]) for a in chosen]
 
 
 def test_where_an_honest_body_is_not_judged_no_attack_is_said_to_have_succeeded(monkeypatch) -> None:

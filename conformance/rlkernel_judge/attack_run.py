@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from os import cpu_count
@@ -160,22 +161,33 @@ def attempts(
     *,
     sandbox: str = "auto",
     loaded: bool = False,
+    jobs: int = 1,
     progress: Callable[[str], None] = print,
 ) -> Iterator[Attempt]:
-    """Run attacks, one after another; with `loaded` beside a busy process for each processor."""
+    """Run attacks, `jobs` at a time, in their order; with `loaded` beside a busy process for each processor.
+
+    Attacks that run together disturb each other's timing as other work does: the answer is that of a loaded machine.
+    """
     with ExitStack() as stack:
         if loaded:
             stack.enter_context(busy(cpu_count() or 1))
         verdicts: dict[str, dict[str, Any]] = {}
         for attack in chosen:
-            if attack.device != "any" and not device.startswith(attack.device):
-                yield _skipped(attack, f"needs a device of kind {attack.device}")
-                continue
-            if attack.honest not in verdicts:
+            if _runs_on(attack, device) and attack.honest not in verdicts:
                 progress(f"honest {attack.honest}")
                 verdicts[attack.honest] = _judged_honest(attack, device, sandbox)
+
+        def attempt(attack: Attack) -> Attempt:
+            if not _runs_on(attack, device):
+                return _skipped(attack, f"needs a device of kind {attack.device}")
             progress(attack.name)
-            yield _attempt(attack, device, sandbox, verdicts[attack.honest])
+            return _attempt(attack, device, sandbox, verdicts[attack.honest])
+
+        yield from stack.enter_context(ThreadPoolExecutor(jobs)).map(attempt, chosen)
+
+
+def _runs_on(attack: Attack, device: str) -> bool:
+    return attack.device == "any" or device.startswith(attack.device)
 
 
 def _judged_honest(attack: Attack, device: str, sandbox: str) -> dict[str, Any]:

@@ -40,7 +40,7 @@ _TASK: Final = frozenset(
 _USED: Final = {
     "files": _TASK,
     SERVE: frozenset({"device", "sandbox", "host", "port", "token_file", "waiting"}),
-    ATTACK: frozenset({"op", "device", "sandbox", "only", "area", "loaded", "json"}),
+    ATTACK: frozenset({"op", "device", "sandbox", "only", "area", "loaded", "jobs", "json"}),
     "attack --honest": frozenset({"op", "device", "honest", "loaded", "json"}),
 }
 
@@ -83,6 +83,7 @@ def command(
         str | None, typer.Option(metavar="NAME", help="attack: timing, results, borrowing, harm, source or sandbox.")
     ] = None,
     loaded: Annotated[bool, typer.Option("--loaded", help="attack: run busy processes beside.")] = False,
+    jobs: Annotated[int, typer.Option(metavar="N", min=1, help="attack: so many at a time, each a load for others.")] = 1,
     json: Json = False,
 ) -> None:
     """Judge kernels that a person or a model wrote.
@@ -109,7 +110,7 @@ def command(
         from rlkernel_judge.sandbox import choose
 
         choose(sandbox)
-        _attack(attacks(op, tuple(only or ()), area), present(device), sandbox, loaded=loaded, json=json)
+        _attack(attacks(op, tuple(only or ()), area), present(device), sandbox, loaded=loaded, jobs=jobs, json=json)
         return
     if op is None:
         raise ConfigError("--op is missing: name the operator that the file implements, such as --op logprob")
@@ -149,12 +150,12 @@ def _refuse_idle(context: typer.Context, asked: str) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} has no effect on {where}; leave it out")
 
 
-def _attack(chosen: tuple[Attack, ...], device: str, sandbox: str, *, loaded: bool, json: bool) -> None:
+def _attack(chosen: tuple[Attack, ...], device: str, sandbox: str, *, loaded: bool, jobs: int, json: bool) -> None:
     from rlkernel_judge.attack_run import attempts
 
     found = []
     told = partial(typer.echo, err=True)
-    for attempt in attempts(chosen, device, sandbox=sandbox, loaded=loaded, progress=told):
+    for attempt in attempts(chosen, device, sandbox=sandbox, loaded=loaded, jobs=jobs, progress=told):
         found.append(attempt)
         if not json:
             typer.echo(f"{attempt.name}: {attempt.summary}")
