@@ -331,7 +331,9 @@ CHANGES: Mapping[str, Callable[[], Changes]] = {
     "linear": linear,
     "grouped_linear": lambda: {"bias": Change(draw(3, V, seed=4))},
     "divergence": divergences,
-    "linear_divergence": lambda: divergences() | {"teacher_weight": Change(draw(V, V, seed=3))},
+    "linear_divergence": lambda: (
+        divergences() | {"teacher_weight": Change(draw(V, V, seed=3)), "backward": Change("save")}
+    ),
     "route": lambda: {
         "top_k": Change(2),
         "replay": Change(torch.arange(3 * N).view(N, 3)),

@@ -84,6 +84,7 @@ EXAMPLES = (
     example("divergence", kind="jsd", beta=0.3, temperature=0.7, mask=MASK),
     example("divergence", kind="reverse_kl", **LISTED),
     example("linear_divergence", kind="tv"),
+    example("linear_divergence", backward="save"),
     example("linear_divergence", teacher=draw(N, 7, seed=2), teacher_weight=draw(V, 7, seed=3), mask=MASK),
     example("route"),
     example("route", replay=torch.arange(3 * N).view(N, 3), renormalize=True),

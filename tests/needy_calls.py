@@ -67,7 +67,7 @@ def more(group: Any) -> Mapping[str, list[Call]]:
         "linear_logprob": [*head, {"backward": "recompute"}],
         "policy_loss": losses(),
         "divergence": divergences,
-        "linear_divergence": divergences,
+        "linear_divergence": [*divergences, {"backward": "save"}],
         "linear_policy_loss": [*losses(), *head[1:], {"temperature": PER_ROW[:, None].expand(B, T)}],
         "sample": [joint],
         "lm_head_sample": [joint, head[1]],

@@ -16,6 +16,7 @@ from tests.observed import observed
 HINTS = {
     ("linear_logprob", "backward"): "memory: test_saved_logits_are_kept_for_the_backward_pass",
     ("linear_logprob", "group"): "collectives: test_a_group_talks; shards: LL-20 to LL-22",
+    ("linear_divergence", "backward"): "memory: test_saved_logits_are_kept_for_the_backward_pass",
     ("linear_policy_loss", "group"): "collectives: test_a_group_talks; shards: LPL-12",
     ("linear", "group"): "collectives: test_a_group_talks; shares: LN-15, LN-16",
     ("advantage", "process_group"): "collectives: test_a_group_talks; ranks: AD-18",
@@ -46,17 +47,17 @@ def test_a_group_talks(operator, name, alone, monkeypatch) -> None:
     assert len(calls) > 0
 
 
-def test_saved_logits_are_kept_for_the_backward_pass() -> None:
+@pytest.mark.parametrize("operator", ["linear_logprob", "linear_divergence"])
+def test_saved_logits_are_kept_for_the_backward_pass(operator) -> None:
     def kept(backward):
-        given = base("linear_logprob")
+        given = base(operator)
+        logits = torch.Size((len(given["hidden"]), len(given["weight"])))
         sizes = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.shape) or t, lambda t: t):
-            rlk.linear_logprob(**{**given, "hidden": given["hidden"].requires_grad_(), "backward": backward})
-        return sizes
+            getattr(rlk, operator)(**{**given, "hidden": given["hidden"].requires_grad_(), "backward": backward})
+        return sizes.count(logits)
 
-    logits = torch.Size((6, 64))
-    assert logits in kept("save")
-    assert logits not in kept("recompute")
+    assert kept("save") == kept("recompute") + 1
 
 
 @pytest.mark.parametrize("operator", ["linear_logprob", "linear_policy_loss"])

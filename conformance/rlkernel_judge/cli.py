@@ -83,7 +83,9 @@ def command(
         str | None, typer.Option(metavar="NAME", help="attack: timing, results, borrowing, harm, source or sandbox.")
     ] = None,
     loaded: Annotated[bool, typer.Option("--loaded", help="attack: run busy processes beside.")] = False,
-    jobs: Annotated[int, typer.Option(metavar="N", min=1, help="attack: so many at a time, each a load for others.")] = 1,
+    jobs: Annotated[
+        int, typer.Option(metavar="N", min=1, help="attack: so many at a time, each a load for others.")
+    ] = 1,
     json: Json = False,
 ) -> None:
     """Judge kernels that a person or a model wrote.

@@ -299,6 +299,7 @@ class _LinearDivergenceFunction(Protocol[_R_co]):
         teacher_temperature: float | Tensor | None = None,
         teacher_ids: Tensor | None = None,
         mask: Tensor | None = None,
+        backward: str = "recompute",
     ) -> _R_co: ...
 
 class _LinearDivergence(_LinearDivergenceFunction[Tensor], Operator, Protocol):

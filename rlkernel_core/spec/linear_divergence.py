@@ -4,9 +4,9 @@
     teacher = teacher @ teacher_weight.T            where the teacher gives hidden states and its head
     the divergence of the two, exactly as divergence@1 defines it
 
-Logits stay in fp32: they are not rounded to the 16 bits of the operands. Tokens are processed in blocks, and the
-backward pass computes the logits of a block again: three products for the student (logits, d_hidden, d_weight) and one
-for the teacher.
+Logits stay in fp32: they are not rounded to the 16 bits of the operands. Tokens are processed in blocks. The backward
+pass computes the logits of a block again, on both sides, or the forward pass keeps their gradient: three products for
+the student (logits, d_hidden, d_weight) and one for the teacher, where the first takes two more.
 
     d_hidden = dz @ weight,  d_weight = dz.T @ hidden,  dz the gradient of the logits; both are summed in fp32
 
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+BACKWARD: Final = ("recompute", "save")
+
+
 @dataclass(slots=True, eq=False)
 class LinearDivergenceCall(OpCall["Tensor"]):
     """Divergence of the distribution of `hidden @ weight.T` from the teacher's, a number per token.
@@ -48,10 +51,14 @@ class LinearDivergenceCall(OpCall["Tensor"]):
             with neither [..., V] logits. Any floating dtype; no gradient.
         teacher_weight: [V, E], the teacher's output head, of the dtype of teacher; no gradient.
         kind: as in divergence, and so are beta, temperature, teacher_temperature, teacher_ids and mask.
+        backward: "recompute" computes logits again in the backward pass: extra memory that does not grow with N.
+            "save" keeps the gradient of the logits, N x V numbers, of 16 bits where the operands are bf16: two
+            products less. Both give the same divergences, and gradients within tolerance.
 
     Returns:
         [...] fp32 (float64 for float64 operands), differentiable with respect to hidden and weight, once; no work is
-        done for a frozen operand. Extra memory does not grow with N but for a few numbers per row.
+        done for a frozen operand. Extra memory does not grow with N but for a few numbers per row, and what "save"
+        keeps.
 
     A row without a divergence is NaN, as in divergence; its d_hidden is NaN, and so is d_weight.
 
@@ -71,6 +78,7 @@ class LinearDivergenceCall(OpCall["Tensor"]):
     teacher_temperature: float | Tensor | None = None
     teacher_ids: Tensor | None = None
     mask: Tensor | None = None
+    backward: str = "recompute"
 
 
 def check(call: LinearDivergenceCall) -> None:
@@ -100,6 +108,7 @@ def check(call: LinearDivergenceCall) -> None:
         of = "hidden with the ids of weight"
         checks.aligned("teacher", teacher, (*rows, weight.shape[0]), of, kind="floating", beside=hidden, where="hidden")
     check_options(call, rows, hidden)
+    checks.choice("backward", call.backward, BACKWARD)
 
 
 def _head(name: str, weight: Any, of: str, hidden: Tensor) -> None:
@@ -132,7 +141,11 @@ SPEC = OpSpec(
     needed=per_row_temperature,
     check=check,
     sizes=lambda call: {"rows": call.hidden.shape[:-1].numel(), "vocab": call.weight.shape[0]},
-    features=(*FEATURES, Feature("teacher_weight", "a teacher by its hidden states and its head")),
+    features=(
+        *FEATURES,
+        Feature("teacher_weight", "a teacher by its hidden states and its head"),
+        Feature("backward:save", "the gradient of the logits is kept: two products less, N x V numbers"),
+    ),
     clauses=(
         Clause(
             "LD-01",
@@ -219,6 +232,13 @@ SPEC = OpSpec(
             "bad arguments",
             "heads that do not fit, and what divergence refuses, raise ArgumentError naming the argument",
             "refusal",
+        ),
+        Clause(
+            "LD-20",
+            "what is saved changes nothing",
+            "save gives the bits of recompute's divergences, and gradients that match float64 for any upstream gradient",
+            "gradient",
+            "backward:save",
         ),
     ),
     tolerances=(

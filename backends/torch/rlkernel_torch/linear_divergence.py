@@ -1,6 +1,6 @@
 """linear_divergence@1 in plain torch: logits of a block of rows at a time, both ways.
 
-The backward pass makes a block's logits again: three products for the student and one for the teacher. Every product
+The backward pass makes a block's logits again, on both sides, or reads their gradient where it was saved. Every product
 has one shape (`rlkernel_torch.head`), and rows are compared as `rlkernel_torch.divergence` does: a row's bits depend on
 nothing but the row.
 """
@@ -30,13 +30,13 @@ def linear_divergence(call: LinearDivergenceCall) -> Tensor:
     """The operator's contract is `rlkernel_core.spec.linear_divergence.LinearDivergenceCall`.
 
     Memory beyond results and gradients: logits of 64 rows on both sides and their gradient, some blocks of 4 MiB, tiles
-    of the heads in the accumulator's type, and d_weight in it where weight has 16 bits. Masked rows are skipped where
-    the mask can be read without waiting for a device.
+    of the heads in the accumulator's type, and d_weight in it where weight has 16 bits; with "save" the gradient of
+    all logits in it. Masked rows are skipped where the mask can be read without waiting for a device.
     """
     if gradient_wanted("linear_divergence", call):
         return LinearDivergencePair(call)(call)
     with torch.no_grad():
-        return _forward(call)
+        return _forward(call)[0]
 
 
 class LinearDivergencePair(Pair[LinearDivergenceCall, Tensor]):
@@ -47,18 +47,19 @@ class LinearDivergencePair(Pair[LinearDivergenceCall, Tensor]):
     def __init__(self, call: LinearDivergenceCall) -> None:
         """Keep the numbers of calls of this shape."""
         super().__init__(call)
-        self._kind, self._beta = call.kind, call.beta
+        self._kind, self._beta, self._save = call.kind, call.beta, call.backward == "save"
         self._T, self._T_t = (
             None if isinstance(x, Tensor) else x for x in (call.temperature, call.teacher_temperature)
         )
 
     def forward(self, call: LinearDivergenceCall) -> tuple[Tensor, Saved]:
-        """Divergences; the arguments are saved."""
-        return _forward(call), _arguments(call)
+        """Divergences; the arguments are saved, and with "save" the gradient of the logits where upstream is 1."""
+        values, kept = _forward(call, save=self._save)
+        return values, (*_arguments(call), kept)
 
     def backward(self, saved: Saved, grads: Saved) -> Saved:
-        """Block by block of rows: logits of both sides, and from their gradient what is wanted."""
-        (hidden, weight, teacher, of_teacher, ids, mask, T, T_t), (g,) = saved, grads
+        """Block by block of rows: the gradient of the logits, and from it what is wanted."""
+        (hidden, weight, teacher, of_teacher, ids, mask, T, T_t, kept), (g,) = saved, grads
         if hidden is None or weight is None or teacher is None or g is None:
             raise RLKernelError("linear_divergence: its backward pass got less than its forward pass saved")
         call = LinearDivergenceCall(
@@ -79,8 +80,9 @@ class LinearDivergencePair(Pair[LinearDivergenceCall, Tensor]):
         total = torch.zeros(weight.shape, dtype=blocks.dtype, device=weight.device) if of_weight else None
         head = blocks.student
         for rows in head.rows():
-            x = head.block(rows)
-            dz = pad(blocks.gradient(rows, x, up[head.place(rows)]), (0, 0, 0, ROWS - rows.stop + rows.start))
+            x, g = head.block(rows), up[head.place(rows)]
+            dz = blocks.gradient(rows, x, g) if kept is None else blocks.scaled(rows, kept[head.place(rows)], g)
+            dz = pad(dz, (0, 0, 0, ROWS - rows.stop + rows.start))
             dx = torch.zeros_like(x)
             for tile in head.tiles():
                 part = dz[:, tile].contiguous()
@@ -94,9 +96,10 @@ class LinearDivergencePair(Pair[LinearDivergenceCall, Tensor]):
 
     @classmethod
     def saved_like(cls, call: LinearDivergenceCall, result: Tensor, wanted: tuple[bool, ...]) -> Saved:
-        """Arguments."""
-        del result, wanted
-        return _arguments(call)
+        """Arguments, and with "save" N x V numbers."""
+        del wanted
+        N, V = result.numel(), call.weight.shape[0]
+        return *_arguments(call), result.new_empty((N, V)) if call.backward == "save" else None
 
 
 def _arguments(call: LinearDivergenceCall) -> Saved:
@@ -105,12 +108,17 @@ def _arguments(call: LinearDivergenceCall) -> Saved:
     return call.hidden, call.weight, call.teacher, call.teacher_weight, call.teacher_ids, call.mask, T, T_t
 
 
-def _forward(call: LinearDivergenceCall) -> Tensor:
-    blocks, shape = _Blocks(call), call.hidden.shape[:-1]
+def _forward(call: LinearDivergenceCall, *, save: bool = False) -> tuple[Tensor, Tensor | None]:
+    blocks, shape, V = _Blocks(call), call.hidden.shape[:-1], call.weight.shape[0]
     values = torch.zeros(shape.numel(), dtype=blocks.dtype, device=call.hidden.device)
+    kept = values.new_zeros(shape.numel(), V) if save else None
     for rows in blocks.student.rows():
-        values[blocks.student.place(rows)] = blocks.values(rows)
-    return shaped(values, shape)
+        place = blocks.student.place(rows)
+        values[place] = blocks.values(rows)
+        if kept is not None:
+            g = values.new_ones(rows.stop - rows.start)
+            kept[place] = blocks.gradient(rows, blocks.student.block(rows), g)
+    return shaped(values, shape), kept
 
 
 class _Blocks:
@@ -143,7 +151,14 @@ class _Blocks:
         """[n, V] gradient of the logits of a block for upstream gradients g [n], from its hidden states."""
         kind, beta = self._call.kind, beta_of(self._call.beta)
         found = torch.cat([sides.gradient(kind, beta, g[part]) for part, sides in self._sides(rows, x)])
-        return found if self._counted is None else torch.where(self._counted[rows, None], found, 0.0)
+        return self._where_counted(rows, found)
+
+    def scaled(self, rows: slice, kept: Tensor, g: Tensor) -> Tensor:
+        """The same from the gradient for upstream gradients of 1."""
+        return self._where_counted(rows, kept * g.to(kept.dtype)[:, None])
+
+    def _where_counted(self, rows: slice, dz: Tensor) -> Tensor:
+        return dz if self._counted is None else torch.where(self._counted[rows, None], dz, 0.0)
 
     def _sides(self, rows: slice, x: Tensor) -> Iterator[tuple[slice, Sides]]:
         """Both sides of a block, a few rows at a time, counted from the block's first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import rlkernel as rlk
 from rlkernel_bench.gates import frobenius, tolerance
@@ -11,7 +12,7 @@ from rlkernel_bench.suites.divergence import judged, upstream
 from rlkernel_bench.suites.linear_logprob import judge_logits
 from rlkernel_bench.work import Call, Goal, Inputs, Judgment, Outputs, Problem, Work
 
-_AS_FOUR_PRODUCTS = Goal(4.2, "times", "H")  # H100, H200: of cuBLAS's logits of one head
+_AS_FOUR_PRODUCTS = Goal(4.2, "times", "H", "save")  # H100, H200: of cuBLAS's logits of one head
 _STUDENT, _TEACHER = "2*N*D*V", "2*N*E*V"
 _HEADS = "2*V*D + 2*N*D + 2*V*E + 2*N*E + 16*N"
 
@@ -66,9 +67,9 @@ def problem(work: Work, device: str) -> Problem:
             given[head] = draw.normal(v, d, std=2 / d**0.5, dtype=work.dtype)
         return upstream(given, n, device)
 
-    def forward(given: Inputs) -> Outputs:
-        operands = (given[name] for name in ("hidden", "weight", "teacher"))
-        return {"divergence": rlk.linear_divergence(*operands, teacher_weight=given["teacher_weight"], kind=kind)}
+    def forward(given: Inputs, backward: str = "recompute") -> Outputs:
+        more = {name: given[name] for name in ("hidden", "weight", "teacher", "teacher_weight")}
+        return {"divergence": rlk.linear_divergence(**more, kind=kind, backward=backward)}
 
     def complete(call: Call) -> Call:
         return with_gradients(call, ("hidden", "weight")) if work.backward else without_gradients(call)
@@ -88,4 +89,6 @@ def problem(work: Work, device: str) -> Problem:
                 out[name] = frobenius(found[name], want[name], rtol)
         return out
 
-    return Problem(work, make, {"": complete(forward)}, expected, judge, complete)
+    ways = ("save", "recompute") if work.backward else ("",)
+    ours = {way: complete(partial(forward, backward=way or "recompute")) for way in ways}
+    return Problem(work, make, ours, expected, judge, complete)

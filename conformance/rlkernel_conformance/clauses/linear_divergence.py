@@ -371,6 +371,23 @@ def a_row_is_the_same_in_any_batch(subject: Subject, case: Heads) -> None:
     same_results({n: x[-case.N :] for n, x in part(every.repeat(40)).items()}, want, "at the end of a large batch")
 
 
+@attack("LD-20", lambda s: cases(s).map(lambda c: replace(c, V=min(c.V, 127))), scale=0.5)
+def what_is_saved_changes_nothing(subject: Subject, case: Heads) -> None:
+    """Upstream gradients of 1e-6 and 1e6, where the dtype has room; backward twice; recompute's divergences."""
+    given = case.given(subject)
+    call = {**given, "backward": "save"}
+    same_bits("divergence", subject(**call), subject(**given), "with backward='save'")
+    call, leaves = with_leaves(subject, call)
+    if not leaves:
+        return
+    out = subject(**call)
+    g = draw.normal((case.N,), case.seed + 21, subject.device, "float32")
+    for scale in (1 / 16, 16.0) if case.dtype == "float16" else (1e-6, 1e6):
+        found = torch.autograd.grad(out, list(leaves.values()), g.to(out.dtype) * scale, retain_graph=True)
+        some = {n: x.double() / scale for n, x in zip(leaves, found, strict=True)}
+        check(subject, given, some, plain(g, "g"))
+
+
 def with_mask(subject: Subject, case: Heads) -> dict[str, Any]:
     """The call with a mask, where that is claimed."""
     given = case.given(subject)

@@ -67,6 +67,10 @@ def another_when_frozen(call: Any, out: Tensor) -> Tensor:
     return plant.with_gradient_times(out, 1.05) if frozen_head(call) else out
 
 
+def forgets_upstream_where_saved(call: LinearDivergenceCall, out: Tensor) -> Tensor:
+    return plant.with_upstream(out, torch.ones_like) if call.backward == "save" and out.requires_grad else out
+
+
 def cut_teacher(call: LinearDivergenceCall) -> Any:
     if not isinstance(call.teacher_weight, Tensor) or call.teacher_weight.dim() != 2:
         return call
@@ -102,4 +106,12 @@ BUGS: Final = {
     "reads_a_value": plant.reads_a_value("LD-18", lambda c: c.hidden),
     "cuts_the_teacher": plant.lenient("LD-19", "a teacher of a larger vocabulary is cut", cut_teacher),
     "anonymous_errors": plant.anonymous_errors("LD-19"),
+    "what_is_saved_forgets_upstream": Bug(
+        "LD-20", "gradients of a sum, whatever comes in (Liger's fused losses)", then(forgets_upstream_where_saved)
+    ),
+    "saved_values_are_rounded": Bug(
+        "LD-20",
+        "another kernel, with other bits, where gradients are kept",
+        then(lambda call, out: plant.lower(out, call.backward == "save")),
+    ),
 }

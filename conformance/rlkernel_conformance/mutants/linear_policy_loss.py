@@ -17,27 +17,14 @@ from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
 from rlkernel_core.spec.policy_loss import LossResult
 
 
-class _Upstream(torch.autograd.Function):
-    """The same value; its gradient is a function of the one from above."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, change: Any) -> Tensor:
-        ctx.change = change
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        return ctx.change(upstream[0]), None
-
-
 def ignored(call: LinearPolicyLossCall, out: LossResult) -> Tensor:
-    return _Upstream.apply(out.loss, torch.ones_like) if out.loss.requires_grad else out.loss  # type: ignore[no-untyped-call]
+    return plant.with_upstream(out.loss, torch.ones_like) if out.loss.requires_grad else out.loss
 
 
 def rounded(call: LinearPolicyLossCall, out: LossResult) -> Tensor:
     if not out.loss.requires_grad or call.hidden.dtype != torch.bfloat16:
         return out.loss
-    return _Upstream.apply(out.loss, lambda g: g.bfloat16().to(g.dtype))  # type: ignore[no-untyped-call]
+    return plant.with_upstream(out.loss, lambda g: g.bfloat16().to(g.dtype))
 
 
 def first_temperature(T: Any) -> Any:

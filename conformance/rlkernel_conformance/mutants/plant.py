@@ -184,3 +184,22 @@ def lower(x: Tensor, where: Any = True) -> Tensor:
 def with_gradient_times(x: Tensor, factor: float | Tensor) -> Tensor:
     """The same numbers, whose gradient is multiplied by a factor."""
     return x.detach() + factor * (x - x.detach()).nan_to_num()
+
+
+def with_upstream(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """The same numbers, whose upstream gradient is changed before it goes on."""
+    out: Tensor = _Upstream.apply(x, change)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Upstream(torch.autograd.Function):
+    """The same value; its gradient is a function of the one from above."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, change: Any) -> Tensor:
+        ctx.change = change
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        return ctx.change(upstream[0]), None

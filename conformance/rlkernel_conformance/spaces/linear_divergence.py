@@ -30,6 +30,7 @@ def factors(subject: Subject) -> Mapping[str, Sequence[Any]]:
         "form": claimed(subject, FORMS),
         "list": (5, 1, 70),
         "padding": (0, 3),
+        "backward": claimed(subject, {"recompute": "", "save": "backward:save"}),
     }
 
 
@@ -61,6 +62,7 @@ def arguments(subject: Subject, point: Point) -> Given:
         logits = (teacher.double() @ head.double().T).to(kind)
         given["teacher"] = logits.view(*rows, V)
         given |= divergence.list_of(point, logits, rows, "cpu") if point["form"] == "list" else {}
+    given |= {"backward": "save"} if point["backward"] == "save" else {}
     return {n: x.to(subject.device) if torch.is_tensor(x) else x for n, x in given.items()}
 
 

@@ -36,7 +36,8 @@ def prepare(call: LinearDivergenceCall) -> Callable[[LinearDivergenceCall], Tens
     """What runs calls of this shape; see `rlkernel_core.spec.linear_divergence.LinearDivergenceCall`.
 
     Memory beyond results and gradients: fp32 logits of a block on both sides, 24 bytes a row; backward the gradient of
-    a block's logits, and with several blocks d_weight in fp32.
+    a block's logits, and with several blocks d_weight in fp32. With "save" the gradient of all rows' logits, and
+    backward a copy of hidden and of a block of d_hidden in fp32.
     """
     if gradient_wanted("linear_divergence", call):
         return LinearDivergencePair(call)
@@ -57,26 +58,30 @@ class LinearDivergencePair(Pair[LinearDivergenceCall, Tensor]):
     def __init__(self, call: LinearDivergenceCall) -> None:
         """Bind the launches of calls of this shape."""
         super().__init__(call)
-        self._host = _Host(call)
+        self._host, self._save = _Host(call), call.backward == "save"
 
     def forward(self, call: LinearDivergenceCall) -> tuple[Tensor, Saved]:
-        """Two products and a launch for each block."""
-        values, saved = self._host.forward(call)
-        return values, (*_arguments(call), saved)
+        """Two products and a launch for each block; with "save" a launch more."""
+        values, saved = self._host.forward(call, save=self._save)
+        return values, (call.hidden, call.weight, call.mask, saved) if self._save else (*_arguments(call), saved)
 
     def backward(self, saved: Saved, grads: Saved) -> Saved:
-        """The same products again, a launch, and a product for each operand that wants its gradient."""
-        (*given, of_rows), (g,) = saved, grads
-        if of_rows is None or g is None:
+        """A product for each operand that wants its gradient, and before it, unless saved, the forward pass again."""
+        (*given, kept), (g,) = saved, grads
+        if kept is None or g is None:
             raise RLKernelError("linear_divergence: its backward pass got less than its forward pass saved")
-        return self._host.backward(tuple(given), of_rows, g.contiguous().view(-1), self.wanted)
+        back = self._host.backward_from_saved if self._save else self._host.backward
+        return back(tuple(given), kept, g.contiguous().view(-1), self.wanted)
 
     @classmethod
     def saved_like(cls, call: LinearDivergenceCall, result: Tensor, wanted: tuple[bool, ...]) -> Saved:
-        """Arguments, and 6 N numbers."""
+        """Arguments and 6 N numbers, or those that are left to multiply with and the gradient of the logits."""
         del result, wanted
-        N = call.hidden.shape[:-1].numel()
-        return *_arguments(call), call.hidden.new_empty(SAVED * N, dtype=torch.float32)
+        hidden, N = call.hidden, call.hidden.shape[:-1].numel()
+        if call.backward == "save":
+            kept = hidden.new_empty((N, call.weight.shape[0]), dtype=_gradient_dtype(hidden))
+            return hidden, call.weight, call.mask, kept
+        return *_arguments(call), hidden.new_empty(SAVED * N, dtype=torch.float32)
 
 
 def _arguments(call: LinearDivergenceCall) -> Saved:
@@ -97,6 +102,7 @@ class _Host:
         block = min(MOST_ROWS, max(MULTIPLE, LOGITS // self._V // MULTIPLE * MULTIPLE))
         firsts = range(0, self._N, block)
         self._blocks = [slice(first, min(first + block, self._N)) for first in firsts]
+        self._largest = min(block, self._N)
         rows = RowLayout(1, self._V, 0, 1)  # of logits that are made for a block
         launcher, K = launcher_for(self._device), 0 if call.teacher_ids is None else call.teacher_ids.shape[-1]
         self._compare = {
@@ -104,14 +110,41 @@ class _Host:
             for n in {b.stop - b.start for b in self._blocks}
         }
 
-    def forward(self, call: LinearDivergenceCall) -> tuple[Tensor, Tensor]:
-        """The result, and what the gradient needs of the rows."""
+    def forward(self, call: LinearDivergenceCall, *, save: bool = False) -> tuple[Tensor, Tensor]:
+        """The result, and what the gradient needs: with `save` the gradient of the logits, where upstream is 1."""
         values = torch.empty(self._N, dtype=torch.float32, device=self._device)
         saved = torch.empty(SAVED * self._N, dtype=torch.float32, device=self._device)
+        dz = torch.empty((self._N, self._V), dtype=_gradient_dtype(call.hidden), device=self._device) if save else None
+        ones = torch.ones(self._largest if save else 0, dtype=torch.float32, device=self._device)
         for rows, _, logits, teacher, of in self._sides(_arguments(call)):
-            self._compare[len(logits)].values(logits, teacher, of, values[rows], _of_rows(saved, rows))
+            compare, numbers = self._compare[len(logits)], _of_rows(saved, rows)
+            compare.values(logits, teacher, of, values[rows], numbers)
+            if dz is not None:
+                compare.gradient(logits, teacher, of, numbers, ones[: len(logits)], dz[rows])
         result: Tensor = torch.ops.aten._unsafe_view(values, self._shape)  # noqa: SLF001  # no view: it may be changed
-        return result, saved
+        return result, saved if dz is None else dz
+
+    def backward_from_saved(self, given: Saved, dz: Tensor, g: Tensor, wanted: tuple[bool, ...]) -> Saved:
+        """The gradients that are wanted, from that of the logits where upstream is 1.
+
+        A row's upstream gradient multiplies the row of d_hidden, and the hidden states that d_weight is made of.
+        """
+        (hidden, weight, mask), (of_hidden, of_weight) = given, wanted
+        if hidden is None or weight is None:
+            raise RLKernelError("linear_divergence: its backward pass got less than its forward pass saved")
+        d_hidden, d_weight, counted = None, None, None if mask is None else mask.contiguous().view(-1, 1)
+        up = g[:, None] if counted is None else torch.where(counted, g[:, None], 0.0)
+        if of_hidden:
+            d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+            flat = d_hidden.view(-1, d_hidden.shape[-1])
+            for rows in self._blocks:
+                torch.mul(_product(dz[rows], weight), up[rows], out=flat[rows])
+        if of_weight:
+            x = free_rows(hidden.detach()).to(torch.float32) * up
+            x = (x if counted is None else torch.where(counted, x, 0.0)).to(dz.dtype)
+            d_weight = torch.empty(weight.shape, dtype=weight.dtype, device=self._device)
+            _write_product(d_weight, dz.T, x)
+        return d_hidden, d_weight
 
     def backward(self, given: Saved, saved: Tensor, g: Tensor, wanted: tuple[bool, ...]) -> Saved:
         """The gradients of hidden and weight that are wanted."""
@@ -124,8 +157,7 @@ class _Host:
         if of_weight:
             made = torch.zeros if several else torch.empty
             d_weight = made(weight.shape, dtype=torch.float32 if several else weight.dtype, device=self._device)
-        # fp16 has too small a range for gradients of logits.
-        kind = torch.bfloat16 if hidden.dtype == torch.bfloat16 else torch.float32
+        kind = _gradient_dtype(hidden)
         for rows, x, logits, teacher, of in self._sides(given):
             dz = torch.empty(logits.shape, dtype=kind, device=self._device)
             self._compare[len(dz)].gradient(logits, teacher, of, _of_rows(saved, rows), g[rows], dz)
@@ -164,6 +196,11 @@ class _Host:
 def _of_rows(saved: Tensor, rows: slice) -> Tensor:
     """The numbers of a block."""
     return saved[SAVED * rows.start : SAVED * rows.stop]
+
+
+def _gradient_dtype(hidden: Tensor) -> torch.dtype:
+    """Of gradients of logits: fp16 has too small a range for them."""
+    return torch.bfloat16 if hidden.dtype == torch.bfloat16 else torch.float32
 
 
 def _number(T: float | Tensor) -> float | None:

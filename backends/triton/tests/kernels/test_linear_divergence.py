@@ -10,12 +10,12 @@ from rlkernel_triton.linear_divergence import launch
 N, V, D = 300, 70, 24
 
 
-def results(run, device, form, dtype):
+def results(run, device, form, dtype, **more):
     """The result and gradients of a call that is drawn anew."""
     g = torch.Generator().manual_seed(7)
     hidden, weight = (torch.randn(*size, generator=g).to(device, dtype) for size in ((N, D), (V, D)))
     weight = weight / 4
-    teacher, more = torch.randn(N, V, generator=g), {}
+    teacher = torch.randn(N, V, generator=g)
     if form == "head":
         teacher, more["teacher_weight"] = teacher[:, :D], torch.randn(V, D, generator=g).to(device) / 4
     if form == "list":
@@ -30,11 +30,14 @@ def results(run, device, form, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("form", ["head", "logits", "list"])
-def test_several_blocks_give_the_results_of_plain_torch(form, dtype, device, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("form", "backward"), [("head", "recompute"), ("logits", "recompute"), ("list", "recompute"), ("list", "save")]
+)
+def test_several_blocks_give_the_results_of_plain_torch(form, backward, dtype, device, monkeypatch) -> None:
     monkeypatch.setattr(launch, "LOGITS", 128 * V)
     monkeypatch.setattr(launch, "COLUMNS", 32)
-    found, want = (results(run, device, form, dtype) for run in (launch.linear_divergence, plain))
+    found = results(launch.linear_divergence, device, form, dtype, backward=backward)
+    want = results(plain, device, form, dtype)
     near = {"atol": 1e-5, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-3}
     torch.testing.assert_close(found[0], want[0], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(found[1:], want[1:], **near)

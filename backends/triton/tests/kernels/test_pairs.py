@@ -93,6 +93,7 @@ CALLS = {
             **{n: x for n, x in head(d).items() if n != "ids"}, "teacher": draw(d, N, 5, seed=1).log_softmax(-1),
             "teacher_ids": torch.arange(5 * N, device=d).view(N, 5), "kind": "jsd",
         },
+        "saved": lambda d: {**CALLS["linear_divergence"]["head"](d), "backward": "save"},
     },
     "policy_loss": {"grpo": lambda d: {"logprob": -draw(d, N).abs(), **tokens(d), "aggregate": "token_mean"}},
     "linear_policy_loss": {
