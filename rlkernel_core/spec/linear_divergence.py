@@ -236,7 +236,7 @@ SPEC = OpSpec(
         Clause(
             "LD-20",
             "what is saved changes nothing",
-            "save gives the bits of recompute's divergences, and gradients that match float64 for any upstream gradient",
+            "save gives the bits of recompute's divergences; gradients match float64 whatever comes in",
             "gradient",
             "backward:save",
         ),
