@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, Final
 
 import numpy as np
@@ -323,6 +324,8 @@ REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
         ("denominator", {"denominator": 0.0}),
         ("horizon", {"horizon": 3.0}),
         ("horizon", {**BAG, "kind": "dr_grpo", "cu_seqlens": torch.tensor([0, 9])}),
+        ("horizon", {"kind": "dr_grpo", "process_group": SimpleNamespace(rank=int, size=int)}),
+        ("process_group", {"process_group": "dp"}),
         ("count_empty", {"count_empty": True}),
         ("count_empty", {"kind": "grpo", "count_empty": True, "denominator": 4.0}),
         ("kl", {"kl": "k2"}),

@@ -81,6 +81,11 @@ def on_ranks(
         raise
 
 
+def collectives(group: Any) -> int:
+    """How many collectives a rank has begun in a group that speaks through gloo."""
+    return int(group._get_backend(torch.device("cpu"))._get_sequence_number_for_group())  # noqa: SLF001
+
+
 def on_shares(subject: Subject, given: Mapping[str, Any], bounds: Sequence[int], **whole: Any) -> list[Any]:
     """Results of a process group: rank i has rows bounds[i] to bounds[i + 1] of every tensor of `given`."""
 

@@ -366,6 +366,7 @@ class _LinearPolicyLossFunction(Protocol[_R_co]):
         rollout_logprob: Tensor | None = None,
         correction: Correction | None = None,
         rejection: Rejection | None = None,
+        process_group: ProcessGroup | None = None,
         bias: Tensor | None = None,
         temperature: float | Tensor = 1.0,
         softcap: float | None = None,
@@ -472,6 +473,7 @@ class _PolicyLossFunction(Protocol[_R_co]):
         rollout_logprob: Tensor | None = None,
         correction: Correction | None = None,
         rejection: Rejection | None = None,
+        process_group: ProcessGroup | None = None,
         entropy: Tensor | None = None,
     ) -> _R_co: ...
 

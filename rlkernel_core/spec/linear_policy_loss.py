@@ -50,6 +50,8 @@ class LinearPolicyLossCall(LossFields, OpCall[LossResult]):
         max_workspace_bytes: most extra memory beyond result and gradients. It decides which of the ways to the same
             numbers is taken; below the minimum of all of them it is refused.
         group: the vocabulary is split over this process group, as in linear_logprob.
+        process_group: the batch is split over this process group, as in policy_loss. Both may be given: then every
+            rank of `group` has the same tokens, and `process_group` holds one rank of each such group.
 
     Returns:
         LossResult with loss and stats as policy_loss gives them, and `logprob` (and `entropy`) per token, detached:
@@ -183,6 +185,14 @@ CLAUSES = (
     Clause("LPL-16", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
     Clause("LPL-17", "capture", CAPTURABLE.text, "capture", "capturable"),
     Clause("LPL-18", "bad arguments", "those of policy_loss and linear_logprob are refused by name", "refusal"),
+    Clause(
+        "LPL-19",
+        "ranks are one batch",
+        "a batch split over ranks, one without sequences, has on every rank the loss and statistics of the whole; the "
+        "mean of the ranks' dW and dbias is that of the whole, and dX is ranks times the whole's rows",
+        "law",
+        "process_group",
+    ),
 )
 
 

@@ -41,6 +41,7 @@ def configure(call: LossFields, *, entropy: Any) -> LossConfig:
     options = {name: _option(name, kind, getattr(call, name)) for name in _KIND_OPTIONS}
     aggregate = what.aggregate if aggregate is None else checks.choice("aggregate", aggregate, AGGREGATES)
     checks.flags(count_empty=call.count_empty, kl_importance=call.kl_importance)
+    checks.process_group("process_group", call.process_group)
     _check_denominators(aggregate, call.denominator, horizon, call.count_empty, call.entropy_aggregate)
     kl = _check_kl(call.ref_logprob, call.kl, call.kl_coef, call.kl_clamp, call.kl_importance)
     _check_entropy(entropy, call.entropy_coef, call.entropy_aggregate, call.entropy_denominator)
@@ -215,6 +216,7 @@ def check_tensors(
             checks.same_device(scalar, getattr(call, scalar), first, name)
     checks.aligned("mask", mask, shape, name, kind="bool", beside=first, where=name)
     _check_sequences(first, cu_seqlens, config, name)
+    _check_horizon(call, config)
     checks.tensor("advantages", advantages, ndim=(1, 2), kind="floating")
     checks.same_device("advantages", advantages, first, name)
     _constant("advantages", advantages)
@@ -251,5 +253,12 @@ def _check_sequences(first: Any, cu_seqlens: Any, config: LossConfig, name: str)
     checks.same_device("cu_seqlens", cu_seqlens, first, name)
     if cu_seqlens.shape[0] < 1:
         raise ArgumentError("cu_seqlens", checks.describe(cu_seqlens), "must be [B + 1]", "Start it with 0.")
-    if config.horizon is None and "seq_mean_token_sum_norm" in {config.aggregate, config.entropy_aggregate}:
+
+
+def _check_horizon(call: PolicyLossCall | LinearPolicyLossCall, config: LossConfig) -> None:
+    if config.horizon is not None or "seq_mean_token_sum_norm" not in {config.aggregate, config.entropy_aggregate}:
+        return
+    if call.cu_seqlens is not None:
         raise ArgumentError("horizon", None, "a packed batch has no padded length to default to", "Pass horizon.")
+    if call.process_group is not None:
+        raise ArgumentError("horizon", None, "ranks may be padded to different lengths", "Pass horizon.")

@@ -157,4 +157,22 @@ CLAUSES: Final = (
     Clause(
         "PL-34", "bad arguments", "wrong rank, sizes, dtype or value raise ArgumentError naming the argument", "refusal"
     ),
+    Clause(
+        "PL-35",
+        "ranks are one batch",
+        "a batch split over ranks, between sequences or as tokens anywhere, one rank without tokens, has on every rank "
+        "the loss and statistics of the whole, and the mean of the ranks' gradients is its gradient",
+        "law",
+        "process_group",
+    ),
+    Clause(
+        "PL-36", "ranks agree", "all ranks get the same bits for loss and statistics", "invariance", "process_group"
+    ),
+    Clause(
+        "PL-37",
+        "two collectives",
+        "a call makes at most two, as many on every rank, and its backward pass none",
+        "side_effect",
+        "process_group",
+    ),
 )

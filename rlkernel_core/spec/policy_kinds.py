@@ -57,7 +57,7 @@ class Correction:
     mode: str = "truncate"
     low: float | None = None
     high: float | None = 2.0
-    normalize: bool = False  # divide by the local mean weight, over tokens (token) or sequences (the other levels)
+    normalize: bool = False  # divide by the mean weight of the batch, over tokens (token) or sequences (other levels)
 
     def __post_init__(self) -> None:
         checks.choice("correction.level", self.level, ("token", "sequence", "geometric"))

@@ -42,6 +42,7 @@ from rlkernel_core.spec.policy_presets import policy_loss_preset
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
     from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
 
@@ -67,7 +68,8 @@ __all__ = [
 class LossStats:
     """What happened in a loss: 0-dim tensors on the device, without gradient; means are over tokens in the loss.
 
-    Nothing here synchronizes. With no token in the loss every statistic is 0.
+    Nothing here synchronizes. With no token in the loss every statistic is 0. With a process group they are those of
+    the batch of all ranks, the same bits on every rank.
     """
 
     tokens: Tensor  # int64: tokens in the loss (after rejection)
@@ -131,6 +133,7 @@ class LossFields:
     rollout_logprob: Tensor | None = None
     correction: Correction | None = None
     rejection: Rejection | None = None
+    process_group: ProcessGroup | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -161,10 +164,12 @@ class PolicyLossCall(LossFields, OpCall[LossResult]):
         aggregate: n = tokens that count, S = sequences with such tokens, n_i = such tokens of sequence i:
             token_mean: omega = 1 / n;  token_sum: 1;  seq_mean_token_sum: 1 / S;
             seq_mean_token_mean: 1 / (S n_i);  seq_mean_token_sum_norm: 1 / (S L).
-        denominator: used instead of the local n or S. With the global count on every rank the *sum* of the ranks'
-            losses is the loss of the whole batch; where gradients are averaged over ranks (DDP, FSDP) pass
-            global count / world size, and the *mean* is. The same holds for micro-batches.
-        horizon: L of seq_mean_token_sum_norm; default T, required for packed batches.
+        denominator: used instead of the n or S that is counted. For micro-batches: the count of the whole step, and
+            the losses of its micro-batches *add up* to that of the step; with process_group, of all ranks. Without
+            process_group the same holds for ranks: with the global count the *sum* of their losses is that of the
+            whole batch; where gradients are averaged over ranks (DDP, FSDP) pass global count / ranks, and the *mean*
+            is.
+        horizon: L of seq_mean_token_sum_norm; default T, required for packed batches and with process_group.
         count_empty: S counts all B sequences, those without tokens too.
         ref_logprob: as logprob, of the reference policy.
         kl: k1, abs, k2, k3 (default), low_var, or k1+, abs+, k3+, low_var+.
@@ -180,10 +185,18 @@ class PolicyLossCall(LossFields, OpCall[LossResult]):
         correction: importance weight for old against rollout, on the policy term only; vespo takes a token-level one
             into its gate, gmpo none at token level.
         rejection: tokens or sequences to take out of the loss mask.
+        process_group: ranks over which the batch is split, those whose gradients are averaged (DDP, FSDP); ranks that
+            hold the same tokens do not belong in it. Counts, statistics and loss are those of all ranks, and equal on
+            every rank. The gradient is, by definition, that of the sum of the losses that the ranks return: ranks
+            times what this rank's tokens add to the loss, so that the *mean* of the ranks' gradients is that of the
+            whole batch. Where gradients are summed instead, divide the loss by process_group.size(). Every rank
+            calls with the same options, also one without tokens, and takes its gradient with the same upstream
+            factor. Two all-gathers of at most 20 numbers a rank in forward, none in backward. A sequence lies on one
+            rank: where context parallelism cuts sequences, pass a rank's tokens as [N] without cu_seqlens.
 
     Raises:
         ArgumentError: wrong rank, sizes or dtype; an option that the kind does not have; a constant that requires a
-            gradient; an option whose tensor is missing.
+            gradient; an option whose tensor is missing; a process group without horizon.
     """
 
     logprob: Tensor
@@ -238,6 +251,7 @@ features: tuple[Feature, ...] = (
     Feature("rollout", "statistics of old against rollout log-probabilities"),
     Feature("correction", "off-policy importance weights, truncated or masked, per token and per sequence"),
     Feature("rejection", "tokens and sequences taken out of the loss mask"),
+    Feature("process_group", "a batch that is split over ranks is aggregated as one"),
 )
 
 SPEC = OpSpec(

@@ -6,14 +6,18 @@ All vectors are [B, T] or [N], in fp32 (float64 for float64).
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
+from rlkernel_common.loss_ranks import Counts
 from rlkernel_common.sequences import Sequences
 from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
 from rlkernel_core.spec.policy_loss import LossConfig, PolicyLossCall
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # Exponents of rollout weights stay within this: e^20 is far beyond any useful bound, and fp32 overflows at e^88.
 EXPONENT_LIMIT: Final = 20.0
@@ -27,7 +31,6 @@ _PER_TOKEN = (
     "old",
     "ref",
     "correction",
-    "offered",
     "rollout_gap",
     "missing",
     "outside",
@@ -47,8 +50,9 @@ class Batch:
     correction: Tensor | None  # w
     kl_coef: float | Tensor
     entropy_coef: float | Tensor
+    counts: Counts  # of the batch of all ranks
+    group: ProcessGroup | None  # those ranks; None: this one
     # For statistics only.
-    offered: Tensor  # bool: the caller's mask, before rejection
     rollout_gap: Tensor | None  # delta
     missing: Tensor | None  # bool: rollout log-probability was NaN
     outside: Tensor | None  # bool: the correction was out of its bounds
@@ -60,38 +64,34 @@ class Batch:
 
 
 def token_weights(
-    mask: Tensor,  # bool
+    one: Tensor,  # in the loss: the number of ranks, else 0
+    tokens: Tensor,  # [B], in the loss
     sequences: Sequences,
+    counts: Counts,
     aggregate: str,
     denominator: float | Tensor | None,
-    horizon: float | None,
-    count_empty: bool,
-    dtype: torch.dtype,
+    config: LossConfig,
 ) -> Tensor:
-    """omega: the weight of each token that makes `aggregate` a plain sum."""
-    one = mask.to(dtype)
+    """omega: the weight of each token that makes `aggregate` a plain sum, and that the mean over ranks."""
     if aggregate == "token_sum":
         return one
     if aggregate == "token_mean":
-        return one / _count(denominator, mask.sum(), dtype)
-    tokens = sequences.sum(one)  # [B]
-    filled = (tokens > 0).sum() if not count_empty else tokens.new_full((), sequences.count)
-    omega = one / _count(denominator, filled, dtype)
+        return one / _count(denominator, counts.tokens, one.dtype)
+    omega = one / _count(denominator, counts.sequences if config.count_empty else counts.filled, one.dtype)
     if aggregate == "seq_mean_token_mean":
         omega = omega / sequences.spread(tokens.clamp(min=1))
     elif aggregate == "seq_mean_token_sum_norm":
-        omega = omega / float(mask.shape[-1] if horizon is None else horizon)
-    return torch.where(mask, omega, 0.0)
+        omega = omega / float(one.shape[-1] if config.horizon is None else config.horizon)
+    return torch.where(one > 0, omega, 0.0)
 
 
-def _count(given: float | Tensor | None, local: Tensor, dtype: torch.dtype) -> float | Tensor:
+def _count(given: float | Tensor | None, counted: Tensor | int, dtype: torch.dtype) -> float | Tensor:
     """The denominator; one of 0 belongs to an empty sum and becomes 1."""
-    if given is None:
-        return local.to(dtype).clamp(min=1)
-    if isinstance(given, Tensor):
-        count = given.to(device=local.device, dtype=dtype)
+    count = counted if given is None else given
+    if isinstance(count, Tensor):
+        count = count.to(dtype)
         return torch.where(count > 0, count, 1.0)
-    return given
+    return count if given is not None else max(count, 1)
 
 
 def prepare(
@@ -103,7 +103,7 @@ def prepare(
     before: Tensor | None,
     dtype: torch.dtype,
 ) -> Batch:
-    """Masks, corrections and weights of a batch.
+    """Masks, corrections and weights of a batch, with one collective where it is split over ranks.
 
     Args:
         call: checked.
@@ -128,19 +128,22 @@ def prepare(
             mask = mask & _kept(gap, mask, config, sequences)
         if config.correction is not None:
             weight, outside = _correction(torch.where(mask, gap, 0.0), mask, config, sequences)
-    omega = token_weights(
-        mask, sequences, config.aggregate, call.denominator, config.horizon, config.count_empty, dtype
-    )
+    group = call.process_group
+    one = mask.to(dtype)
+    tokens = sequences.sum(one)
+    counts = Counts(
+        mask.sum(), (tokens > 0).sum(), sequences.count, offered.sum(), *_mean_weight(weight, one, config, sequences)
+    ).whole(group)
+    if weight is not None and counts.weight is not None and counts.share is not None:
+        mean = counts.weight / counts.share.clamp(min=1e-8)
+        weight = weight / torch.where(mean > 0, mean, 1.0)
+    if group is not None:
+        one = one * group.size()
+    omega = token_weights(one, tokens, sequences, counts, config.aggregate, call.denominator, config)
     omega_entropy = omega
     if config.entropy_aggregate is not None:
         omega_entropy = token_weights(
-            mask,
-            sequences,
-            config.entropy_aggregate,
-            call.entropy_denominator,
-            config.horizon,
-            config.count_empty,
-            dtype,
+            one, tokens, sequences, counts, config.entropy_aggregate, call.entropy_denominator, config
         )
     per_token = call.advantages.to(dtype)
     if per_token.shape != mask.shape:
@@ -155,7 +158,8 @@ def prepare(
         correction=weight,
         kl_coef=call.kl_coef,
         entropy_coef=call.entropy_coef,
-        offered=offered,
+        counts=counts,
+        group=group,
         rollout_gap=gap,
         missing=missing,
         outside=outside,
@@ -206,7 +210,7 @@ def _kept(gap: Tensor, mask: Tensor, config: LossConfig, sequences: Sequences) -
 def _correction(
     gap: Tensor, mask: Tensor, config: LossConfig, sequences: Sequences
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The weight w per token and where it was out of bounds."""
+    """The weight w per token, before it is normalized, and where it was out of bounds."""
     rule = config.correction
     if rule is None:
         return None, None
@@ -217,11 +221,17 @@ def _correction(
     if rule.high is not None:
         outside = outside | (raw > rule.high)
     weight = torch.where(outside, 0.0, raw) if rule.mode == "mask" else raw.clamp(rule.low, rule.high)
-    weight = torch.where(mask, weight, 0.0)
-    if rule.normalize:
-        share = mask.to(raw.dtype)
-        if rule.level != "token":  # each sequence counts once
-            share = torch.where(mask, share / sequences.spread(sequences.sum(share).clamp(min=1)), 0.0)
-        mean = (weight * share).sum() / share.sum().clamp(min=1e-8)
-        weight = weight / torch.where(mean > 0, mean, 1.0)
-    return weight, outside & mask
+    return torch.where(mask, weight, 0.0), outside & mask
+
+
+def _mean_weight(
+    weight: Tensor | None, one: Tensor, config: LossConfig, sequences: Sequences
+) -> tuple[Tensor | None, Tensor | None]:
+    """The sum of weights by whose mean they are normalized, and of how many it is; None: they are not."""
+    rule = config.correction
+    if weight is None or rule is None or not rule.normalize:
+        return None, None
+    if rule.level == "token":
+        return (weight * one).sum(), one.sum()
+    share = torch.where(one > 0, one / sequences.spread(sequences.sum(one).clamp(min=1)), 0.0)  # a sequence counts once
+    return (weight * share).sum(), share.sum()

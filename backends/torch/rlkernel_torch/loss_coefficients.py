@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_common.loss_batch import EXPONENT_LIMIT, Batch, over_level, sequence_mean
+from rlkernel_common.loss_ranks import ROWS, joined, of_all_ranks
 from rlkernel_common.sequences import Bag, Sequences
 from rlkernel_core.spec.policy_loss import LossConfig, LossStats
 from rlkernel_torch.loss_surrogates import (
@@ -133,53 +134,78 @@ def coefficients(
 def summary(
     at: Coefficients, entropy: Tensor | None, batch: Batch, config: LossConfig, sequences: Sequences
 ) -> tuple[Tensor, LossStats]:
-    """The scalar loss and its statistics, all on the device."""
+    """The scalar loss and its statistics, all on the device; one collective where the batch is split over ranks."""
+    of, counts = _sums(at, entropy, batch, config), batch.counts
+    if batch.group is not None:
+        of = dict(zip(ROWS, joined(of_all_ranks(torch.stack(list(of.values()))[:, None], batch.group)), strict=True))
+    dtype = batch.omega.dtype
+    n = counts.tokens.to(dtype).clamp(min=1)
+    share, squares, some = of["share"], of["squares"], counts.tokens > 0
+    stats = LossStats(
+        tokens=counts.tokens,
+        sequences=None if isinstance(sequences, Bag) else counts.filled,
+        policy_loss=of["policy"],
+        ratio_mean=of["ratio"] / n,
+        ratio_min=torch.where(some, of["least"], 0.0),
+        ratio_max=torch.where(some, of["most"], 0.0),
+        clip_low=of["low"] / n,
+        clip_high=of["high"] / n,
+        clip_dual=of["dual"] / n,
+        approx_kl_k1=of["k1"] / n,
+        approx_kl_k3=of["k3"] / n,
+        effective_sample_size=torch.where(
+            squares > 0, share.square() / (n * torch.where(squares > 0, squares, 1.0)), 0.0
+        ),
+        entropy=None if entropy is None else of["entropy"] / n,
+        kl_ref=None if at.kl is None else of["kl"] / n,
+        rollout_kl=None if batch.rollout_gap is None else of["gap"] / n,
+        rollout_missing=None if batch.missing is None else of["missing"] / n,
+        correction_mean=None if batch.correction is None else of["weight"] / n,
+        correction_clipped=None if batch.outside is None else of["outside"] / n,
+        rejected=None
+        if config.rejection is None
+        else (counts.offered - counts.tokens).to(dtype) / counts.offered.to(dtype).clamp(min=1),
+    )
+    return of["loss"], stats
+
+
+def _sums(at: Coefficients, entropy: Tensor | None, batch: Batch, config: LossConfig) -> dict[str, Tensor]:
+    """What this rank adds to every row of `ROWS`; 0 where the call has no such number."""
     mask, dtype = batch.mask, batch.omega.dtype
-    tokens = mask.sum()
-    n = tokens.to(dtype).clamp(min=1)
+    zero = batch.omega.new_zeros(())
 
-    def mean(x: Tensor) -> Tensor:
-        return torch.where(mask, x.to(dtype), 0.0).contiguous().sum() / n
+    def total(x: Tensor | None) -> Tensor:
+        return zero if x is None else torch.where(mask, x.to(dtype), 0.0).contiguous().sum()
 
-    def fraction(held: Tensor | None) -> Tensor:
-        return n.new_zeros(()) if held is None else mean(held)
-
-    def extreme(x: Tensor, fill: float) -> Tensor:
-        padded = torch.cat([torch.where(mask, x, fill).flatten(), x.new_full((1,), fill)])
-        return torch.where(tokens > 0, padded.amin() if fill > 0 else padded.amax(), 0.0)
+    def padded(x: Tensor, fill: float) -> Tensor:
+        return torch.cat([torch.where(mask, x, fill).flatten(), x.new_full((1,), fill)])
 
     d = at.log_ratio.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
     weight = at.ratio if batch.correction is None or config.surrogate == "vespo" else at.ratio * batch.correction
     v = torch.where(mask, weight, 0.0)
+    top = padded(v, 0.0).amax()
+    u = v / torch.where(top > 0, top, 1.0)  # so that no square overflows
     gap = None if batch.rollout_gap is None else batch.rollout_gap.clamp(-EXPONENT_LIMIT, EXPONENT_LIMIT)
-    offered = batch.offered.sum()
-    stats = LossStats(
-        tokens=tokens,
-        sequences=None if isinstance(sequences, Bag) else (sequences.sum(mask.to(dtype)) > 0).sum(),
-        policy_loss=(batch.omega * at.policy).sum(),
-        ratio_mean=mean(at.ratio),
-        ratio_min=extreme(at.ratio, torch.inf),
-        ratio_max=extreme(at.ratio, -torch.inf),
-        clip_low=fraction(at.term.low),
-        clip_high=fraction(at.term.high),
-        clip_dual=fraction(at.term.dual),
-        approx_kl_k1=mean(-at.log_ratio),
-        approx_kl_k3=mean(torch.expm1(d) - d),
-        effective_sample_size=_effective_sample_size(v, n),
-        entropy=None if entropy is None else mean(entropy),
-        kl_ref=None if at.kl is None else mean(at.kl),
-        rollout_kl=None if gap is None else mean(torch.expm1(gap) - gap),
-        rollout_missing=None if batch.missing is None else mean(batch.missing),
-        correction_mean=None if batch.correction is None else mean(batch.correction),
-        correction_clipped=None if batch.outside is None else mean(batch.outside),
-        rejected=None if config.rejection is None else (offered - tokens).to(dtype) / offered.to(dtype).clamp(min=1),
-    )
-    return at.loss.sum(), stats
-
-
-def _effective_sample_size(v: Tensor, n: Tensor) -> Tensor:
-    """(sum v)^2 / (n sum v^2), scaled by the largest weight so that no square overflows; 0 without weight."""
-    top = torch.cat([v.flatten(), v.new_zeros(1)]).amax()
-    u = v / torch.where(top > 0, top, 1.0)
-    squares = u.square().sum()
-    return torch.where(squares > 0, u.sum().square() / (n * torch.where(squares > 0, squares, 1.0)), 0.0)
+    found = {
+        "loss": at.loss.sum(),
+        "policy": (batch.omega * at.policy).sum(),
+        "tokens": mask.to(dtype).sum(),
+        "ratio": total(at.ratio),
+        "least": padded(at.ratio, torch.inf).amin(),
+        "most": padded(at.ratio, -torch.inf).amax(),
+        "low": total(at.term.low),
+        "high": total(at.term.high),
+        "dual": total(at.term.dual),
+        "k1": total(-at.log_ratio),
+        "k3": total(torch.expm1(d) - d),
+        "top": top,
+        "share": u.sum(),
+        "squares": u.square().sum(),
+        "entropy": total(entropy),
+        "kl": total(at.kl),
+        "gap": total(None if gap is None else torch.expm1(gap) - gap),
+        "missing": total(batch.missing),
+        "weight": total(batch.correction),
+        "outside": total(batch.outside),
+    }
+    return {name: found[name] for name in ROWS}

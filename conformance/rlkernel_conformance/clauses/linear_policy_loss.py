@@ -11,7 +11,7 @@ import torch
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.call_checks import same_results
+from rlkernel_conformance.call_checks import leaves, same_results
 from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.clauses.linear_logprob_heads import Head, check_gradients, definition, with_leaves
 from rlkernel_conformance.clauses.linear_policy_loss_steps import (
@@ -299,6 +299,32 @@ def shards_equal_the_whole(subject: Subject, case: Step) -> None:
         for _, grads in ranks:
             check_operands(subject, case, {**joined, "hidden": grads["hidden"]})
     same_results(ranks[1][0], ranks[0][0], "on another rank")
+
+
+@attack("LPL-19", lambda s: steps(s, B=3, packed=False), scale=0.2)
+def ranks_are_one_batch(subject: Subject, case: Step) -> None:
+    """Two and three ranks with sequences of their own, one of them with none."""
+    given = case.given(subject)
+    rows = {n for n, x in given.items() if isinstance(x, torch.Tensor) and n not in {"weight", "bias"}}
+
+    def on_share(share: slice, group: Any) -> Any:
+        return run(subject, {n: x[share] if n in rows else x for n, x in given.items()} | {"process_group": group})
+
+    whole = subject(**given)
+    for bounds in ((0, 1, 3), (0, 2, 2, 3)):
+        ranks = on_ranks(subject, len(bounds) - 1, lambda r, g, b=bounds: on_share(slice(b[r], b[r + 1]), g))
+        for out, _ in ranks:
+            check_loss(subject, case, out.loss)
+            for name, have in leaves(out.stats).items() if "stats" in subject.claims else ():
+                want = plain(getattr(whole.stats, name), name)
+                scale = 4 + 10 * size_of(case, subject)
+                close(subject, "stats", have, want, case.dtype(subject), scale=scale, name=f"stats.{name}")
+        of = [grads for _, grads in ranks]
+        mean = {n: sum(g[n] for g in of) / len(of) for n in of[0] if n != "hidden"}
+        if "hidden" in of[0]:
+            mean["hidden"] = torch.cat([g["hidden"] for g in of]) / len(of)
+        if mean:
+            check_operands(subject, case, mean)
 
 
 @attack("LPL-13", steps, scale=0.5)

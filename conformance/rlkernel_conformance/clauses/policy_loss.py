@@ -1,4 +1,7 @@
-"""Attacks on policy_loss@1: its terms against their formulas. What a batch may look like: policy_loss_layouts."""
+"""Attacks on policy_loss@1: its terms against their formulas.
+
+What a batch may look like: policy_loss_layouts. One that is split over ranks: policy_loss_ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.clauses import policy_loss_layouts
+from rlkernel_conformance.clauses import policy_loss_layouts, policy_loss_ranks
 from rlkernel_conformance.clauses.policy_loss_batches import (
     CORRECTIONS,
     REJECTIONS,
@@ -29,7 +32,7 @@ from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import policy_loss as oracle
 from rlkernel_core.spec.policy_loss import KINDS
 
-__all__ = ["policy_loss_layouts"]  # the attacks of both modules are registered together
+__all__ = ["policy_loss_layouts", "policy_loss_ranks"]  # the attacks of all modules are registered together
 
 
 def clip_kinds(subject: Subject, *, level: str | None = None) -> list[tuple[str, str]]:

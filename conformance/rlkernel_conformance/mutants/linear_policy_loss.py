@@ -136,4 +136,13 @@ BUGS: Final = {
         "LPL-18", "temperature 0 clamped instead of refused", temperature=clamped
     ),
     "anonymous_errors": plant.anonymous_errors("LPL-18"),
+    "local_counts": Bug("LPL-19", "counts of the rank at hand: a group without effect", plant.ignores("process_group")),
+    "gradient_to_be_summed": Bug(
+        "LPL-19",
+        "gradients whose sum over ranks is that of the whole, where they are to be averaged",
+        plant.where(
+            lambda c: c.process_group is not None,
+            plant.returns(loss=lambda c, o: plant.with_gradient_times(o.loss, 1 / c.process_group.size())),
+        ),
+    ),
 }

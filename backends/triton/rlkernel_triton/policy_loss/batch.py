@@ -1,7 +1,8 @@
 """A call of a policy loss as the kernels read it: everything but the log-probabilities and entropies.
 
 Made once a call; policy_loss runs it on all tokens, linear_policy_loss on a block of rows at a time. Rejections, and
-corrections that look at more than a token, are the definition's own torch operations, before the kernels.
+corrections that look at more than a token, are the definition's own torch operations, before the kernels. Where a batch
+is split over ranks, one collective stands before the kernel of its tokens and one after it.
 
 Legend: N tokens · B sequences · T padded length · P programs · K statistics.
 """
@@ -11,12 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from rlkernel_common.loss_batch import prepare
+from rlkernel_common.loss_ranks import Counts, of_all_ranks
 from rlkernel_common.sequences import Packed, layout
 from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
 from rlkernel_core.spec.policy_loss import LossConfig, LossStats, PolicyLossCall
@@ -24,6 +26,9 @@ from rlkernel_triton.common.host import INTERPRETED
 from rlkernel_triton.common.language import triton
 from rlkernel_triton.launchers import Launch, Launcher, Plan, planned
 from rlkernel_triton.policy_loss.kernels import K, count_kernel, loss_kernel, scale_kernel, tokens_kernel, total_kernel
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 BLOCK: Final = 64 if INTERPRETED else 1024  # a span of tokens is a multiple of this, where a batch is taken in blocks
 TILE: Final = 64 if INTERPRETED else 256  # tokens that a program goes through at a time
@@ -60,9 +65,8 @@ class LossBatch:
     bounds: Tensor | None  # [B + 1]
     sequences: int
     arguments: Mapping[str, Any]  # of loss_kernel: tensors, numbers and constants
-    tokens: Tensor  # [] int64, in the loss
-    filled: Tensor | None  # [] int64, sequences with such tokens; None where the call has no sequences
-    offered: Tensor | None  # [] int64, tokens before rejection
+    counts: Counts  # of the batch of all ranks
+    group: ProcessGroup | None  # those ranks; None: this one
     span: int  # tokens of a program
     plan: Plan | None = None  # of calls of this shape, whose launches are bound once
 
@@ -91,7 +95,7 @@ class LossBatch:
         """
         shape, old, advantages, rollout = tuple(like.shape), call.old_logprob, call.advantages, call.rollout_logprob
         mask, cu_seqlens, kl_coef, entropy_coef = call.mask, call.cu_seqlens, call.kl_coef, call.entropy_coef
-        offered, weight, outside = None, None, None
+        made, weight, outside, group = None, None, None, call.process_group
         rule = config.correction
         if config.rejection is not None or (rule is not None and (rule.level != "token" or rule.normalize)):
             places = layout(shape, cu_seqlens)
@@ -100,26 +104,30 @@ class LossBatch:
                 call, config, places, mask=inside & places.inside if isinstance(places, Packed) else inside,
                 before=before if old is None else old, dtype=torch.float32,
             )  # fmt: skip
-            mask, weight, outside, offered = made.mask, made.correction, made.outside, made.offered.sum()
+            mask, weight, outside = made.mask, made.correction, made.outside
         bounds = None if cu_seqlens is None else cu_seqlens.contiguous()
         per_row = advantages.numel() != like.numel() or advantages.dim() != like.dim()
         counts = _counts(shape, mask, bounds, like.device, plan)
-        tokens, filled = _totals(counts, plan)
+        if made is None:
+            tokens, filled = _totals(counts, plan)
+            whole = Counts(tokens, filled, counts.shape[0], tokens).whole(group)
+        else:
+            whole = made.counts
         span = span or next(s for fewest, s in reversed(SPANS) if like.numel() >= fewest)
-        known = mask is None and bounds is None
-        local = (None, None) if known else (tokens, filled)
-        weight_of_token = _token_weight(config, config.aggregate, call.denominator, shape, local, counts.shape[0])
+        on_host = mask is bounds is group is None
+        known = (like.numel(), shape[0], counts.shape[0]) if on_host else whole[:3]
+        ranks = 1 if group is None else group.size()
+        weight_of_token = _token_weight(config, config.aggregate, call.denominator, shape, known, ranks)
         entropy_weight = weight_of_token
         if config.entropy_aggregate is not None:
             entropy_weight = _token_weight(
-                config, config.entropy_aggregate, call.entropy_denominator, shape, local, counts.shape[0]
+                config, config.entropy_aggregate, call.entropy_denominator, shape, known, ranks
             )
         sequences = 1 if bounds is None and len(shape) == 1 else counts.shape[0]
         index = None
         token = config.level == "token"
         if bounds is not None and token and (per_row or weight_of_token.per_sequence or entropy_weight.per_sequence):
             index = layout(shape, bounds).index  # type: ignore[union-attr]
-        has_sequences = len(shape) == 2 or bounds is not None
         arguments = {
             **_tensors(
                 old=old,
@@ -147,9 +155,7 @@ class LossBatch:
             "SPAN": span,
             "BLOCK": min(TILE, span),
         }
-        return cls(
-            config, shape, bounds, sequences, arguments, tokens, filled if has_sequences else None, offered, span, plan
-        )
+        return cls(config, shape, bounds, sequences, arguments, whole, group, span, plan)
 
     @property
     def programs(self) -> int:
@@ -203,19 +209,23 @@ class LossBatch:
         out = torch.empty(K, dtype=torch.float32, device=partial.device)
         loss = torch.empty((), dtype=torch.float32, device=partial.device)
 
+        if self.group is not None:
+            partial = of_all_ranks(partial, self.group)
+
         def bound(launcher: Launcher) -> Launch:
-            return launcher.bind(total_kernel, P=self.programs, SIZE=_TOTALS)
+            return launcher.bind(total_kernel, P=partial.shape[1], SIZE=_TOTALS)
 
         planned(self.plan, "total", partial.device, bound)((K,), partial, loss, out)
         of = out.unbind()
         given = self.arguments
         weighed = given["CORRECTION"] != "none"
+        tokens, filled, _sequences, offered, *_ = self.counts
         rejected = None
-        if self.config.rejection is not None and self.offered is not None:
-            rejected = (self.offered - self.tokens).float() / self.offered.float().clamp(min=1)
+        if self.config.rejection is not None:
+            rejected = (offered - tokens).float() / offered.float().clamp(min=1)
         return loss, LossStats(
-            tokens=self.tokens,
-            sequences=self.filled,
+            tokens=tokens,
+            sequences=filled if len(self.shape) == 2 or self.bounds is not None else None,
             policy_loss=of[1],
             ratio_mean=of[3],
             ratio_min=of[4],
@@ -296,24 +306,21 @@ def _token_weight(
     aggregate: str,
     given: float | Tensor | None,
     shape: tuple[int, ...],
-    local: tuple[Tensor | None, Tensor | None],  # tokens and filled sequences; None: the host knows them by the shape
-    sequences: int,
+    counts: tuple[Tensor | int, ...],  # tokens, sequences that have some, and all of them; numbers: the host knows
+    ranks: int,
 ) -> TokenWeight:
-    """The weight of a token that makes `aggregate` a plain sum."""
-    number, count = 1.0, None
+    """The weight of a token that makes `aggregate` a plain sum, and that the mean over ranks."""
+    number, count = float(ranks), None
     if aggregate == "token_sum":
-        return TokenWeight(1.0)
+        return TokenWeight(number)
+    if given is None and aggregate == "token_mean":
+        given = counts[0]
+    elif given is None:
+        given = counts[2] if config.count_empty else counts[1]
     if isinstance(given, Tensor):
         count = given
-    elif given is not None:
-        number = 1.0 / given
-    elif aggregate == "token_mean":
-        every = shape[0] * (shape[1] if len(shape) == 2 else 1)
-        number, count = (1.0 / max(every, 1), None) if local[0] is None else (1.0, local[0])
-    elif config.count_empty:
-        number = 1.0 / max(sequences, 1)
     else:
-        number, count = (1.0 / max(shape[0], 1), None) if local[1] is None else (1.0, local[1])
+        number /= given or 1
     if aggregate == "seq_mean_token_sum_norm":
         number /= float(max(shape[-1], 1) if config.horizon is None else config.horizon)
     return TokenWeight(number, count, aggregate == "seq_mean_token_mean")
