@@ -82,6 +82,7 @@ def loss_options(tensor: str, entropy: Any) -> Changes:
         "rollout_logprob": Change(rollout["rollout_logprob"]),
         "correction": Change(rlk.Correction(high=1.1), rollout),
         "rejection": Change(rlk.Rejection(high=1.1), rollout),
+        "process_group": Change(None),
     }
 
 

@@ -65,10 +65,15 @@ def more(group: Any) -> Mapping[str, list[Call]]:
     return {
         "logprob": [{"temperature": PER_ROW}, {"validate": True}],
         "linear_logprob": [*head, {"backward": "recompute"}],
-        "policy_loss": losses(),
+        "policy_loss": [*losses(), {"process_group": group}],
         "divergence": divergences,
         "linear_divergence": [*divergences, {"backward": "save"}],
-        "linear_policy_loss": [*losses(), *head[1:], {"temperature": PER_ROW[:, None].expand(B, T)}],
+        "linear_policy_loss": [
+            *losses(),
+            {"process_group": group},
+            *head[1:],
+            {"temperature": PER_ROW[:, None].expand(B, T)},
+        ],
         "sample": [joint],
         "lm_head_sample": [joint, head[1]],
         "verify": [joint, {"top_k": torch.tensor([3, 5])}],

@@ -18,6 +18,8 @@ HINTS = {
     ("linear_logprob", "group"): "collectives: test_a_group_talks; shards: LL-20 to LL-22",
     ("linear_divergence", "backward"): "memory: test_saved_logits_are_kept_for_the_backward_pass",
     ("linear_policy_loss", "group"): "collectives: test_a_group_talks; shards: LPL-12",
+    ("linear_policy_loss", "process_group"): "collectives: test_a_group_talks; ranks: LPL-19",
+    ("policy_loss", "process_group"): "collectives: test_a_group_talks; ranks: PL-35",
     ("linear", "group"): "collectives: test_a_group_talks; shares: LN-15, LN-16",
     ("advantage", "process_group"): "collectives: test_a_group_talks; ranks: AD-18",
     ("whiten", "process_group"): "collectives: test_a_group_talks; ranks: WH-07",

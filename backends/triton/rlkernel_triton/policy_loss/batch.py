@@ -114,7 +114,7 @@ class LossBatch:
         else:
             whole = made.counts
         span = span or next(s for fewest, s in reversed(SPANS) if like.numel() >= fewest)
-        on_host = mask is bounds is group is None
+        on_host = mask is None and bounds is None and group is None
         known = (like.numel(), shape[0], counts.shape[0]) if on_host else whole[:3]
         ranks = 1 if group is None else group.size()
         weight_of_token = _token_weight(config, config.aggregate, call.denominator, shape, known, ranks)

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import rlkernel as rlk
+from rlkernel_conformance.ranks import on_ranks
+from rlkernel_conformance.subject import Subject
 from rlkernel_core.spec.policy_kinds import Correction, Rejection
 from rlkernel_torch.direct import policy_loss as definition
 
@@ -58,6 +60,23 @@ def agree(given, device, **more):
 @pytest.mark.parametrize("kind", ["grpo", "gspo"])
 def test_a_batch_of_several_spans_of_tokens(device, kind, layout) -> None:
     agree(batch(layout), device, kind=kind)
+
+
+@pytest.mark.parametrize("rule", [Correction(high=1.1), Correction(high=1.1, normalize=True)])
+def test_ranks_with_several_spans_of_tokens_are_one_batch(device, rule) -> None:
+    given = batch() | {"rollout_logprob": random(B, T, seed=9) - 3}
+    want = agree(given, device, correction=rule)
+    bounds = (0, 2, 2, B)
+
+    def on_rank(rank: int, group: object) -> object:
+        mine = {n: x[bounds[rank] : bounds[rank + 1]].to(device) for n, x in given.items()}
+        return rlk.policy_loss(**mine, correction=rule, process_group=group)
+
+    subject = Subject("triton" if device == "cuda" else "triton-interpreter", "policy_loss", device)
+    for out in on_ranks(subject, 3, on_rank):
+        torch.testing.assert_close(out.loss, want.loss)
+        for field in fields(want.stats):
+            torch.testing.assert_close(getattr(out.stats, field.name), getattr(want.stats, field.name))
 
 
 def test_a_batch_of_many_spans_adds_up_in_one_order(device) -> None:
