@@ -10,6 +10,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel as rlk
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError
@@ -80,6 +81,26 @@ def trained(index: int, folder: str) -> None:
 
 def test_averaged_gradients_are_those_of_the_whole_batch(tmp_path) -> None:
     in_ranks(2, trained, str(tmp_path))
+
+
+class NothingIsRead(TorchDispatchMode):
+    """Numbers on the device stay there."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert torch.Tag.data_dependent_output not in func.tags, func
+        assert torch.Tag.dynamic_output_shape not in func.tags, func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("aggregate", ["token_mean", "seq_mean_token_mean"])
+def test_a_split_loss_reads_no_number_of_the_device(alone, aggregate) -> None:
+    rule = {"rollout_logprob": OLD, "correction": rlk.Correction(normalize=True), "rejection": rlk.Rejection(high=2.0)}
+    leaf = OLD.clone().requires_grad_()
+    with NothingIsRead():
+        rlk.policy_loss(
+            leaf, OLD, ADVANTAGES, mask=MASK, kind="dapo", aggregate=aggregate, **rule, process_group=alone
+        ).loss.backward()
+    assert leaf.grad[MASK].all()
 
 
 def test_what_is_per_sequence_is_refused_where_ranks_have_pieces_of_sequences(alone) -> None:
