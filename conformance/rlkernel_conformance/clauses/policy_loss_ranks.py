@@ -30,14 +30,14 @@ from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import policy_loss as oracle
 
 
-def split(subject: Subject, case: Batch, bounds: Sequence[int]) -> list[Found]:
-    """What each rank gives: rank i has sequences bounds[i] to bounds[i + 1]."""
+def split(subject: Subject, case: Batch, bounds: Sequence[int], **options: Any) -> list[Found]:
+    """What each rank gives: rank i has sequences bounds[i] to bounds[i + 1]; `options` beside those of the case."""
     x = case.arrays()
 
     def on_rank(rank: int, group: Any) -> Found:
         rows = slice(bounds[rank], bounds[rank + 1])
         part = replace(case, B=rows.stop - rows.start)
-        return call(subject, part, process_group=group, **{n: a[rows] for n, a in x.items()})
+        return call(subject, part, process_group=group, **options, **{n: a[rows] for n, a in x.items()})
 
     return on_ranks(subject, len(bounds) - 1, on_rank)
 
@@ -66,12 +66,27 @@ def per_token(case: Batch) -> bool:
     return levels == {"token"} and case.aggregate.startswith("token_")
 
 
-def check(subject: Subject, case: Batch, ranks: list[Found], *, sequences: bool = True) -> None:
+def counted(subject: Subject, case: Batch) -> dict[str, Any]:
+    """Options that say what is counted: none, or one that is claimed and has a meaning for the case."""
+    per_sequence = case.aggregate.startswith("seq_")
+    ways: list[dict[str, Any]] = [{}]
+    if case.aggregate != "token_sum":
+        ways.append({"denominator": 5.0})
+        ways.append({"denominator": torch.tensor(5.0, device=subject.device)})
+    if per_sequence and "count_empty" in subject.claims:
+        ways.append({"count_empty": True})
+    if case.bonus and {"entropy_aggregate", "aggregate:seq_mean_token_mean"} <= subject.claims:
+        ways.append({"entropy_aggregate": "seq_mean_token_mean"})
+    return ways[case.seed // 3 % len(ways)]
+
+
+def check(subject: Subject, case: Batch, ranks: list[Found], *, sequences: bool = True, **options: Any) -> None:
     """Loss and statistics of every rank, and the mean of their gradients, are the definition's for the whole batch."""
-    args, named = case.definition()
-    want, size = oracle.statistics(*args, **named), expected(case).size
+    options = {n: x.item() if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+    args, named = case.definition(**options)
+    want, size = oracle.statistics(*args, **named), expected(case, **options).size
     for found in ranks:
-        check_loss(subject, case, found)
+        check_loss(subject, case, found, **options)
         for name, have in vars(found.result.stats).items() if "stats" in subject.claims else ():
             if have is not None and (sequences or name != "sequences"):
                 scale = 1 + 10 * size if name == "policy_loss" else 4.0
@@ -81,7 +96,7 @@ def check(subject: Subject, case: Batch, ranks: list[Found], *, sequences: bool 
     shape = case.B, case.T
     of_logprob = np.concatenate([f.dlogprob for f in ranks]).reshape(shape) / len(ranks)
     of_entropy = np.concatenate([f.dentropy for f in ranks]).reshape(shape) / len(ranks) if case.bonus else None
-    check_gradient(subject, case, Found(ranks[0].result, of_logprob, of_entropy))
+    check_gradient(subject, case, Found(ranks[0].result, of_logprob, of_entropy), **options)
 
 
 def grouped(subject: Subject) -> st.SearchStrategy[Batch]:
@@ -89,13 +104,17 @@ def grouped(subject: Subject) -> st.SearchStrategy[Batch]:
     return batches(subject, B=4)
 
 
+# The seed says which of the ways of `counted`: none, a number, a tensor, with empty sequences, another for the bonus.
 EXAMPLES = tuple(
-    Batch(B=4, T=5, seed=3, aggregate=way, dtype="float32", bonus=True, rollout=True, correction=rule)
-    for way, rule in (
-        ("token_mean", "normalized tokens"),
-        ("seq_mean_token_mean", "normalized sequences"),
-        ("seq_mean_token_sum_norm", ""),
-        ("token_sum", ""),
+    Batch(B=4, T=5, seed=3 * seed, aggregate=way, dtype="float32", bonus=True, rollout=True, correction=rule)
+    for seed, way, rule in (
+        (0, "token_mean", "normalized tokens"),
+        (0, "seq_mean_token_mean", "normalized sequences"),
+        (1, "token_mean", ""),
+        (2, "seq_mean_token_sum", ""),
+        (3, "seq_mean_token_sum_norm", ""),
+        (4, "seq_mean_token_sum", ""),
+        (1, "token_sum", ""),
     )
 )
 
@@ -111,9 +130,9 @@ def a_split_batch_is_the_whole_one(subject: Subject, case: Batch) -> None:
     """One to four ranks, one of them empty or with nothing in the loss."""
     if not claimed(subject, case):
         return
-    B, N, cut = case.B, case.B * case.T, 1 + case.seed % 3
+    B, N, cut, options = case.B, case.B * case.T, 1 + case.seed % 3, counted(subject, case)
     for bounds in ((0, B), (0, cut, B), (0, cut, cut, B), (0, 1, 2, 3, B)):
-        check(subject, case, split(subject, case, bounds))
+        check(subject, case, split(subject, case, bounds, **options), **options)
     if per_token(case) and not case.packed:
         check(subject, case, of_tokens(subject, case, (0, 1 + case.seed % N, N)), sequences=False)
 

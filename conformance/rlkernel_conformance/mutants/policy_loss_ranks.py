@@ -100,6 +100,19 @@ BUGS: Final = {
             plant.returns(loss=lambda c, o: plant.with_gradient_times(o.loss, 1 / c.process_group.size())),
         ),
     ),
+    "count_over_ranks": Bug(
+        "PL-35",
+        "a denominator divided by the number of ranks, as callers had to",
+        plant.where(split, plant.given(denominator=lambda c: c.denominator and c.denominator / c.process_group.size())),
+    ),
+    "every_sequence_of_this_rank": Bug(
+        "PL-35",
+        "all sequences are counted on this rank, where empty ones count",
+        plant.where(
+            lambda c: split(c) and c.count_empty,
+            plant.given(count_empty=False, denominator=lambda c: float(max(c.advantages.shape[0], 1))),
+        ),
+    ),
     "loss_of_this_rank": Bug(
         "PL-35", "the loss that is returned is this rank's alone", plant.where(split, loss_of_this_rank)
     ),
