@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel as rlk
+from rlkernel_conformance.ranks import _gloo
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError
 from tests.process_groups import alone, in_ranks
 
@@ -77,6 +79,32 @@ def trained(index: int, folder: str) -> None:
     torch.testing.assert_close(first + second, loss)
     torch.testing.assert_close(micro.module.weight.grad, gradient)
     distributed.destroy_process_group()
+
+
+def pair() -> list[distributed.ProcessGroup]:
+    """A group of two threads."""
+    store = distributed.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda rank: _gloo(store, rank, 2), range(2)))
+
+
+def test_batch_and_vocabulary_are_split_at_once() -> None:
+    of_vocabulary, of_batch = ([pair(), pair()] for _ in range(2))
+    ids, (want, gradient) = (slice(0, 4), slice(4, V)), whole()
+
+    def rank(share: int, shard: int) -> torch.Tensor:
+        rows, weight = SHARES[share], HEAD[ids[shard]].clone().requires_grad_()
+        groups = {"group": of_vocabulary[share][shard], "process_group": of_batch[shard][share]}
+        given = HIDDEN[rows], weight, IDS[rows], OLD[rows], ADVANTAGES[rows]
+        loss = rlk.linear_policy_loss(*given, mask=MASK[rows], kind="dapo", **groups).loss
+        loss.backward()
+        torch.testing.assert_close(loss.detach(), want)
+        return weight.grad
+
+    with ThreadPoolExecutor(4) as pool:
+        parts = list(pool.map(rank, (0, 0, 1, 1), (0, 1, 0, 1)))
+    torch.testing.assert_close((parts[0] + parts[2]) / 2, gradient[ids[0]])
+    torch.testing.assert_close((parts[1] + parts[3]) / 2, gradient[ids[1]])
 
 
 def test_averaged_gradients_are_those_of_the_whole_batch(tmp_path) -> None:
