@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import resource
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -37,3 +39,34 @@ def _twice() -> bool:
 def test_a_bound_never_widens_an_earlier_one() -> None:
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         assert pool.apply(_twice) is True
+
+
+def _reserved_by_threads(count: int) -> int:
+    """MiB that threads map which hold memory all at once."""
+    address_space.bound(16 << 30)
+    threading.stack_size(1 << 20)
+    all_hold, pages = threading.Barrier(count + 1, timeout=30), Path("/proc/self/statm")
+
+    def mapped() -> int:
+        return int(pages.read_text(encoding="ascii").split()[0]) * resource.getpagesize() >> 20
+
+    def hold() -> None:
+        held = [bytearray(1000) for _ in range(50)]
+        all_hold.wait()
+        all_hold.wait()
+        del held
+
+    before = mapped()
+    threads = [threading.Thread(target=hold) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    all_hold.wait()
+    found = mapped() - before
+    all_hold.wait()
+    return found - count  # without their stacks
+
+
+def test_threads_reserve_no_arena_each(monkeypatch) -> None:
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "64")  # as on a machine of eight processors
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(_reserved_by_threads, (40,)) < 400
