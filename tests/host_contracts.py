@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rlkernel.integrations import hosts
+from rlkernel.integrations.trl_functions import FUNCTIONS
 from rlkernel.integrations.trl_rollout import ROLLOUT
 from rlkernel.integrations.trl_trainers import GRPO
 
@@ -27,7 +28,7 @@ FILE = Path(__file__).with_suffix(".json")
 
 
 def known() -> list[Any]:
-    return [*hosts(), GRPO, ROLLOUT]
+    return [*hosts(), GRPO, ROLLOUT, FUNCTIONS]
 
 
 class Wheel:

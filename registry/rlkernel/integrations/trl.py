@@ -8,7 +8,8 @@
 TRL 1.16 scores tokens in one place, `add_fused_lm_head`, whose tiles are a global of `trl.trainer.utils` that is
 looked up at every call: so GRPO, RLOO, DPO, KTO and SFT all go through rlkernel inside the block, whenever the trainer
 was made. `callback()` is the same as a callback, `grpo_trainer()` also takes advantages and losses from rlkernel.
-`exact_rollout()` draws completions whose log-probabilities have the bits of the trainer's.
+`exact_rollout()` draws completions whose log-probabilities have the bits of the trainer's. Two functions have the
+names and parameters of TRL's, and replace nothing.
 
 What differs from TRL: logits keep fp32 accumulators (TRL rounds them to bf16 for bf16 models), and the gradient of the
 head under autocast is rounded once to the type of the matmuls, as torch's own linear layers do.
@@ -20,9 +21,13 @@ from collections.abc import Callable
 from typing import Any
 
 from rlkernel.integrations import trl_rollout, trl_trainers
+from rlkernel.integrations.trl_functions import selective_log_softmax, selective_log_softmax_and_entropy
 from rlkernel.integrations.trl_head import HEAD, HOST, enabled
 
-__all__ = ["HEAD", "HOST", "callback", "enabled", "exact_rollout", "grpo_trainer"]
+__all__ = [
+    "HEAD", "HOST", "callback", "enabled", "exact_rollout", "grpo_trainer", "selective_log_softmax",
+    "selective_log_softmax_and_entropy",
+]  # fmt: skip
 
 
 def callback(*, backward: str = "auto", force: bool = False) -> Any:
