@@ -35,7 +35,7 @@ FUNCTIONS: Final = replace(
 def selective_log_softmax_and_entropy(
     logits: Tensor,
     index: Tensor,
-    entropy_requires_grad: bool = True,  # noqa: FBT001, FBT002  # the parameters are TRL's
+    entropy_requires_grad: bool = True,  # the parameters are TRL's
     temperature: float = 1.0,
     row_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
