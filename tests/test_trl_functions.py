@@ -36,6 +36,17 @@ def test_values_and_gradients_are_those_of_log_softmax() -> None:
     torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
 
 
+def test_several_ids_of_a_row_have_masks_of_their_own() -> None:
+    logits, _, _ = given()
+    index = torch.tensor([[0, 5, 5], [39, 1, 2], [3, 4, 6], [7, 8, 9], [1, 1, 1], [2, 0, 3]])
+    mask = torch.tensor([1, 0, 1]).expand(N, 3)
+    found = trl.selective_log_softmax(logits, index, 0.7, mask)
+    want = (logits / 0.7).log_softmax(-1).gather(-1, index).masked_fill(mask == 0, 0.0)
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+    gradients = [torch.autograd.grad(x.sum(), logits, retain_graph=True)[0] for x in (found, want)]
+    torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
+
+
 def test_an_entropy_that_is_to_have_no_gradient_has_none() -> None:
     logits, index, _ = given()
     log_p, entropy = trl.selective_log_softmax_and_entropy(logits, index, False)

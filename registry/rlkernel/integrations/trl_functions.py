@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from rlkernel.integrations.host import Symbol
+from rlkernel.integrations.host import Symbol, asked_of
 from rlkernel.integrations.trl_head import HOST
 
 if TYPE_CHECKING:
@@ -57,20 +57,20 @@ def selective_log_softmax_and_entropy(
     import rlkernel as rlk
 
     out = rlk.logprob(logits, index, temperature=temperature, mask=_counted(row_mask), entropy=True)
-    assert out.entropy is not None
-    return out.logprob, out.entropy if entropy_requires_grad else out.entropy.detach()
+    entropy = asked_of("logprob", "entropy", out.entropy)
+    return out.logprob, entropy if entropy_requires_grad else entropy.detach()
 
 
 def selective_log_softmax(
     logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
 ) -> Tensor:
-    """Log-probabilities of ids.
+    """Log-probabilities of ids, one per row or several.
 
     Args:
         logits: [..., V] of any floating dtype.
-        index: [...] ids.
+        index: [...] ids, or [..., K].
         temperature: of the law, > 0.
-        row_mask: as in `selective_log_softmax_and_entropy`.
+        row_mask: of the shape of index; where it is 0, results and gradients are 0.
 
     Returns:
         fp32, of the shape of index, differentiable with respect to logits.
@@ -80,7 +80,10 @@ def selective_log_softmax(
     """
     import rlkernel as rlk
 
-    return rlk.logprob(logits, index, temperature=temperature, mask=_counted(row_mask)).logprob
+    counted = _counted(row_mask)
+    if counted is not None and index.dim() == logits.dim():  # an entry of each id: those that do not count are absent
+        index, counted = index.where(counted, -1), None
+    return rlk.logprob(logits, index, temperature=temperature, mask=counted).logprob
 
 
 def _counted(row_mask: Tensor | None) -> Tensor | None:
