@@ -102,7 +102,7 @@ class _Host:
     def forward(self, call: LogprobCall) -> tuple[LogprobResult, Tensor, SupportBitmask | None]:
         """The result, and what the gradient needs of the rows and of the kept ids."""
         if self._validate:
-            check_values(call.ids, call.mask, self._rows.V, call.temperature, call.support)
+            check_values(call)
         T = call.temperature if self._rows.T is None else None
         kept = None if call.support is None else support_bitmask(call.support, self._rows.V)
         of = self._read(call.ids, T, call.mask, kept)  # type: ignore[arg-type]  # a tensor where there is no number
