@@ -33,17 +33,8 @@ from rlkernel_core.spec.form import (
     OpSpec,
     Tolerance,
 )
-from rlkernel_core.spec.logprob import (
-    LSE,
-    MANY_IDS,
-    LogprobResult,
-    Support,
-    check_ids,
-    check_one_id,
-    check_support,
-    check_temperature,
-    many_ids,
-)
+from rlkernel_core.spec.listed_ids import MANY_IDS, check_ids, check_one_id, many_ids
+from rlkernel_core.spec.logprob import LSE, LogprobResult, Support, check_support, check_temperature
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -349,8 +340,8 @@ SPEC = OpSpec(
         Clause(
             "LL-33",
             "several ids",
-            "log p of each of K ids of a row is within tolerance of float64, with relative error <= 1e-4 where p is near "
-            "1, repeated ids alike; one id in a list has the bits of that id alone; shards of a group give the same",
+            "log p of each of K ids of a row is within tolerance of float64, with relative error <= 1e-4 where p is "
+            "near 1, repeated ids alike; one id in a list has the bits of that id alone; shards of a group give the same",
             "accuracy",
             "many_ids",
         ),

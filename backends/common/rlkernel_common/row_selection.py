@@ -16,7 +16,8 @@ from torch import Tensor
 from rlkernel_common.kept_ids import KeptIds
 from rlkernel_common.row_statistics import SoftmaxStats, Upstream
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.spec.logprob import LogprobCall, ids_per_row
+from rlkernel_core.spec.listed_ids import ids_per_row
+from rlkernel_core.spec.logprob import LogprobCall
 
 
 class Chosen(NamedTuple):

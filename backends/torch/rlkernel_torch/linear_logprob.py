@@ -41,7 +41,8 @@ from rlkernel_common.row_views import free_rows, shaped
 from rlkernel_core.errors import ArgumentError, RLKernelError
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
 from rlkernel_core.spec.linear_logprob import PIECES, LinearLogprobCall
-from rlkernel_core.spec.logprob import LogprobResult, Support, ids_per_row
+from rlkernel_core.spec.listed_ids import ids_per_row
+from rlkernel_core.spec.logprob import LogprobResult, Support
 from rlkernel_torch.head import ROWS, Head, add_product
 
 
@@ -165,7 +166,7 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
 
     @classmethod
     def saved_like(cls, call: LinearLogprobCall, result: LogprobResult, wanted: tuple[bool, ...]) -> Saved:
-        """Operands; [N] ids and numbers for each field of the law that the gradient reads; [N, V] logits; [N, K] ids."""
+        """Operands; [N] ids and numbers for each field of the law that the gradient reads; logits; [N, K] ids."""
         del wanted
         N, K, like = call.hidden.shape[:-1].numel(), ids_per_row(call.ids, call.hidden), result.logprob
         ids = call.ids.new_empty(N, dtype=torch.int64)
@@ -253,12 +254,12 @@ def _at(head: Head, ids: Tensor, shard: vocab_parallel.Shard) -> Tensor:
     for rows in head.rows():
         x, place = head.block(rows)[: rows.stop - rows.start], head.place(rows)
         for k in range(ids.shape[1]):
-            id = local[place, k]
-            at = id.clamp_min(0)
+            here = local[place, k]
+            at = here.clamp_min(0)
             one = tree_sum(x * head.weight[at].to(head.dtype))
             if head.bias is not None:
                 one += head.bias[at]
-            y[place, k] = torch.where(id >= 0, one * head.scale, 0.0)
+            y[place, k] = torch.where(here >= 0, one * head.scale, 0.0)
     if shard.group is not None:
         vocab_parallel.add(y, shard.group)  # each id lies on one rank
     return y
@@ -367,7 +368,8 @@ class _Back(NamedTuple):
         row, upstream = self.row.of(rows), self.upstream.of(rows)
         dy = gradient(cap(logits, self.softcap), self.ids[rows] - tile.start, self.T[rows], row, upstream, among)
         if self.listed is not None:
-            dy = listed_ids.put(dy, *(x[rows] for x in self.listed), tile.start)
+            ids, values = self.listed
+            dy = listed_ids.put(dy, ids[rows], values[rows], tile.start)
         dz = uncap(dy, logits, self.softcap) * self.head.scale
         if self.head.counted is not None:
             dz = torch.where(self.head.counted[rows, None], dz, 0.0)

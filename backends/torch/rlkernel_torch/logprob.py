@@ -34,7 +34,8 @@ from rlkernel_common.row_statistics import (
 from rlkernel_common.row_views import free_rows, shaped, take
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
-from rlkernel_core.spec.logprob import LogprobCall, LogprobResult, Support, ids_per_row
+from rlkernel_core.spec.listed_ids import ids_per_row
+from rlkernel_core.spec.logprob import LogprobCall, LogprobResult, Support
 
 # Logits of a block of rows: 16 MiB in fp32. Speed only; bits do not depend on it.
 _BLOCK = 1 << 22
@@ -91,7 +92,9 @@ class LogprobPair(Pair[LogprobCall, LogprobResult]):
             if each is not None and many is not None and many_y is not None:
                 listed = many[rows], many_y[rows]
                 dy = listed_ids.put(
-                    dy, listed[0], listed_ids.gradient_at(*listed, ids[rows], T[rows], row.of(rows), each[rows], g.of(rows))
+                    dy,
+                    listed[0],
+                    listed_ids.gradient_at(*listed, ids[rows], T[rows], row.of(rows), each[rows], g.of(rows)),
                 )
             dx = uncap(dy, x, self._softcap)
             grad[rows] = dx if counted is None else torch.where(counted[rows, None], dx, 0.0)
@@ -99,7 +102,7 @@ class LogprobPair(Pair[LogprobCall, LogprobResult]):
 
     @classmethod
     def saved_like(cls, call: LogprobCall, result: LogprobResult, wanted: tuple[bool, ...]) -> Saved:
-        """Arguments, and [N]: ids, and numbers for each field of the law that the gradient reads; listed ids, [N, K]."""
+        """Arguments, [N] ids and numbers for each field of the law that the gradient reads, and listed ids [N, K]."""
         del wanted
         N, K = call.logits.shape[:-1].numel(), ids_per_row(call.ids, call.logits)
 
