@@ -341,7 +341,7 @@ SPEC = OpSpec(
             "LL-33",
             "several ids",
             "log p of each of K ids of a row is within tolerance of float64, with relative error <= 1e-4 where p is "
-            "near 1, repeated ids alike; one id in a list has the bits of that id alone; shards of a group give the same",
+            "near 1, repeated ids alike; one id in a list has the bits of that id alone; shards give the same",
             "accuracy",
             "many_ids",
         ),
