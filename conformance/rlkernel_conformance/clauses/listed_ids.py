@@ -22,6 +22,7 @@ from rlkernel_conformance.clauses.linear_logprob_heads import (
     definition,
     gradients,
     heads,
+    lists,
     operand_gradients,
     sizes,
     small,
@@ -56,13 +57,6 @@ class Lists:
         possible = x.float().isfinite()
         ids = torch.where(possible.gather(1, ids), ids, possible.int().argmax(1, keepdim=True))
         return {"logits": x, "ids": ids, "temperature": self.temperature}
-
-
-def lists(N: int, V: int, K: int, seed: int, device: str) -> Tensor:
-    """[N, K] ids, the last of a row its first once more."""
-    ids = draw.integers((N, K), V, seed, device)
-    ids[:, -1] = ids[:, 0]
-    return ids
 
 
 def cases(subject: Subject) -> st.SearchStrategy[Lists]:
