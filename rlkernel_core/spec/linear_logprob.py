@@ -17,6 +17,7 @@ Longer than most modules, because a contract and its table of clauses stand in o
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -139,7 +140,7 @@ def mixed_dtypes(call: Any) -> dict[str, object]:
 
 
 def _sizes(call: LinearLogprobCall) -> dict[str, int]:
-    return {"rows": call.hidden.shape[:-1].numel(), "vocab": call.weight.shape[0]}
+    return {"rows": math.prod(call.hidden.shape[:-1]), "vocab": call.weight.shape[0]}
 
 
 SPEC = OpSpec(

@@ -169,7 +169,7 @@ LSE: Final = Feature("lse", "logsumexp of every row is returned, with its gradie
 
 
 def _sizes(call: LogprobCall) -> dict[str, int]:
-    return {"rows": call.logits.shape[:-1].numel(), "vocab": call.logits.shape[-1]}
+    return {"rows": math.prod(call.logits.shape[:-1]), "vocab": call.logits.shape[-1]}
 
 
 def _needed(call: LogprobCall) -> dict[str, object]:

@@ -8,6 +8,7 @@ both accumulate in fp32 without a buffer that grows with N or V. It costs five m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -98,7 +99,7 @@ def mode(call: LinearLogprobCall) -> str:
     itemsize = accumulator(call.hidden, call.weight, call.bias).itemsize
     (V, D), K = call.weight.shape, ids_per_row(call.ids, call.hidden) or 0
     for found in ("save", "recompute") if backward == "auto" else (backward,):
-        least = workspace(found, call.hidden.shape[:-1].numel(), D, V, itemsize, nnz, ranks, K)
+        least = workspace(found, math.prod(call.hidden.shape[:-1]), D, V, itemsize, nnz, ranks, K)
         if least <= limit:
             return found
     remedy = f"Pass at least {least}" + (", or backward='recompute'." if backward == "save" else ", or None.")
@@ -168,7 +169,7 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
     def saved_like(cls, call: LinearLogprobCall, result: LogprobResult, wanted: tuple[bool, ...]) -> Saved:
         """Operands; [N] ids and numbers for each field of the law that the gradient reads; logits; [N, K] ids."""
         del wanted
-        N, K, like = call.hidden.shape[:-1].numel(), ids_per_row(call.ids, call.hidden), result.logprob
+        N, K, like = math.prod(call.hidden.shape[:-1]), ids_per_row(call.ids, call.hidden), result.logprob
         ids = call.ids.new_empty(N, dtype=torch.int64)
         first = None if call.group is None else call.ids.new_empty((), dtype=torch.int64)
         logits = like.new_empty(N, call.weight.shape[0]) if mode(call) == "save" else None

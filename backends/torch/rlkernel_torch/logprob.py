@@ -5,6 +5,7 @@ Every row goes through `row_statistics` with tiles that depend on V alone; its b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -104,7 +105,7 @@ class LogprobPair(Pair[LogprobCall, LogprobResult]):
     def saved_like(cls, call: LogprobCall, result: LogprobResult, wanted: tuple[bool, ...]) -> Saved:
         """Arguments, [N] ids and numbers for each field of the law that the gradient reads, and listed ids [N, K]."""
         del wanted
-        N, K = call.logits.shape[:-1].numel(), ids_per_row(call.ids, call.logits)
+        N, K = math.prod(call.logits.shape[:-1]), ids_per_row(call.ids, call.logits)
 
         def number(*more: int) -> Tensor:
             return result.logprob.new_empty((N, *more))

@@ -73,6 +73,10 @@ _LOGPROB: Final = {
     "fp32, everything": Workload(_rows(260, _V, FP32), _EVERY),
     # As many parts of a row as the tiles of a head make; no vocabulary has as many columns.
     "bf16, everything, 1024 parts": Workload(_rows(8, 1024 << 15, BF16)),
+    "bf16, top 20": Workload(
+        {"logits": _real(8, _V, dtype=BF16), "ids": _whole(8), "top_logprobs": 20, "softcap": 30.0,
+         "temperature": _real(8), "mask": _flags(8)},
+    ),
     **{
         f"{name}, 64 ids a row": Workload(
             {"logits": _real(260, _V, dtype=dtype, grad=True), "ids": _whole(260, 64), "entropy": True},
@@ -84,10 +88,6 @@ _LOGPROB: Final = {
         {"logits": _real(260, _V, dtype=BF16, grad=True), "ids": _whole(260, 5), "softcap": 30.0,
          "temperature": _real(260), "mask": _flags(260)},
         ("logprob",),
-    ),
-    "bf16, top 20": Workload(
-        {"logits": _real(8, _V, dtype=BF16), "ids": _whole(8), "top_logprobs": 20, "softcap": 30.0,
-         "temperature": _real(8), "mask": _flags(8)},
     ),
 }  # fmt: skip
 

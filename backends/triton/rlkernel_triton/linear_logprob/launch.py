@@ -10,6 +10,7 @@ Legend: N rows · D hidden · V vocabulary, or this rank's shard · K listed ids
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -61,7 +62,7 @@ def _size(call: LinearLogprobCall) -> memory.Size:
     ranks = 1 if call.group is None else call.group.size()
     pieces, piece = vocab_parallel.pieces(V, ranks)
     tiles = tiles_of(V, piece, _tile(call).BN)
-    N = hidden.shape[:-1].numel()
+    N = math.prod(hidden.shape[:-1])
     return memory.Size(N, D, V, item, tiles, call.support is not None, ranks * pieces, K or 0)
 
 
@@ -112,7 +113,7 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
         """Operands, invalid rows, the order of rows, bits of kept ids, 6 N numbers, saved logits, and listed ids."""
         del wanted
         ids, rows, V, T = call.ids, call.hidden.shape[:-1], call.weight.shape[0], call.temperature
-        N, K, invalid, (B, *rest) = rows.numel(), ids_per_row(ids, call.hidden), result.invalid, rows or (1,)
+        N, K, invalid, (B, *rest) = math.prod(rows), ids_per_row(ids, call.hidden), result.invalid, rows or (1,)
         order: Saved = (None, None)
         logits: Saved = (None, None)
         many: Saved = (None, None)

@@ -9,6 +9,7 @@ Legend: N rows · V vocabulary · K listed ids of a row · P parts of a row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -83,7 +84,7 @@ class LogprobPair(Pair[LogprobCall, LogprobResult]):
         invalid = result.invalid
         many: Saved = (None, None)
         if K is not None:
-            N, new = rows.numel(), call.ids.new_empty
+            N, new = math.prod(rows), call.ids.new_empty
             invalid, many = new(rows, dtype=torch.bool), (new(N, dtype=torch.int64), of_rows.new_empty((N, K)))
         return call.logits, call.ids, T if isinstance(T, Tensor) else None, call.mask, invalid, of_rows, *kept, *many
 
