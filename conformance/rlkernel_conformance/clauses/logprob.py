@@ -338,7 +338,7 @@ def a_row_is_the_same_in_any_batch(subject: Subject, case: Rows) -> None:
             [subject(x[i : i + 1], ids[i : i + 1], temperature=case.temperature).logprob for i in range(case.N)]
         )
         same_bits("logprob", alone, want, "one row at a time")
-        many = subject(x.repeat(40, 1), torch.cat([ids] * 40), temperature=case.temperature).logprob
+        many = subject(x.repeat(40, 1), ids.repeat(40, *[1] * (ids.dim() - 1)), temperature=case.temperature).logprob
         same_bits("logprob", many[-case.N :], want, "at the end of a large batch")
 
 
