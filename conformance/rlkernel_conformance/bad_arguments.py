@@ -267,6 +267,7 @@ REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
         ("clipped", {"clipped": 1}),
     ],
     "linear_policy_loss": lambda: [
+        ("ids", {"hidden": draw(B, D)}),  # a token has one id
         ("weight", {"weight": torch.zeros(V, D + 1)}),
         ("ids", {"ids": torch.zeros(B, 0, dtype=INT)}),
         ("temperature", {"temperature": 0.0}),
