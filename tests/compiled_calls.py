@@ -52,7 +52,9 @@ LISTED = {"teacher": draw(N, 3).log_softmax(-1) - 0.5, "teacher_ids": torch.aran
 EXAMPLES = (
     example("logprob", temperature=0.7, mask=MASK, entropy=True, top_logprobs=3),
     example("logprob", support=SUPPORT, cut=False),
+    example("logprob", ids=ids(N, 3), mask=MASK, top_logprobs=3),
     example("linear_logprob", entropy=True, logit_scale=0.5),
+    example("linear_logprob", ids=ids(N, 3), entropy=True),
     example("policy_loss", mask=tokens(), kind="dapo", clip=(0.2, 0.28)),
     example("linear_policy_loss"),
     example("sample", temperature=0.8, top_k=5, top_p=torch.full((N,), 0.9), raw_logprob=True),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import rlkernel as rlk
-from rlkernel_conformance.example_calls import B, D, N, T, V, base, draw, logprobs
+from rlkernel_conformance.example_calls import B, D, N, T, V, base, draw, ids, logprobs
 from rlkernel_core.quant.spec import FORMATS
 from rlkernel_core.spec.advantage_kinds import EPS_MODES
 from rlkernel_core.spec.advantage_kinds import KINDS as ADVANTAGES
@@ -63,8 +63,8 @@ def more(group: Any) -> Mapping[str, list[Call]]:
     grouped = [kind for kind, row in ADVANTAGES.items() if set(row.requires) == {"group"}]
     divergences = [{"temperature": PER_ROW}, *({"kind": kind} for kind in DIVERGENCES)]
     return {
-        "logprob": [{"temperature": PER_ROW}, {"validate": True}],
-        "linear_logprob": [*head, {"backward": "recompute"}],
+        "logprob": [{"temperature": PER_ROW}, {"validate": True}, {"ids": ids(N, 3)}],
+        "linear_logprob": [*head, {"backward": "recompute"}, {"ids": ids(N, 3)}],
         "policy_loss": [*losses(), {"process_group": group}],
         "divergence": divergences,
         "linear_divergence": [*divergences, {"backward": "save"}],

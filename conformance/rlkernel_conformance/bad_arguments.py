@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from rlkernel_conformance.bad_layer_arguments import OF_LAYERS
-from rlkernel_conformance.example_calls import B, D, N, T, V, draw, logprobs, tokens
+from rlkernel_conformance.example_calls import B, D, N, T, V, draw, ids, logprobs, tokens
 from rlkernel_core.quant import QuantTensor, quantize
 from rlkernel_core.spec import OPERATORS
+from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.policy_loss import Correction, Rejection
 from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_core.spec.sampling import Penalties
@@ -100,6 +101,9 @@ FINE: dict[str, tuple[str, ...]] = {
     "grouped_linear.x": ("a row less", "a row more"),
     "route.logits": ("a row less", "a row more", "meta"),
     "rms_norm.x": ("one more dimension", "a dimension less", "a row less", "a row more"),
+    # one row, of which the ids are a list
+    "logprob.logits": ("a dimension less",),
+    "linear_logprob.hidden": ("a dimension less",),
     # tokens that no sequence holds do not count
     "cu_seqlens": ("a row less", "a row more"),
     "shape_rewards.cu_seqlens": (),
@@ -180,6 +184,12 @@ def stored(rows: int, device: str = "cpu") -> QuantTensor:
     return quantize(draw(rows, D), "int4_g32").to(device)
 
 
+# Of several ids per row, for both operators that take them.
+BAD_LISTS: Final = (
+    ("ids", {"ids": torch.zeros(N, 0, dtype=torch.int64)}),
+    ("ids", {"ids": torch.zeros(N + 1, 3, dtype=torch.int64)}),
+    ("support", {"ids": ids(N, 3), "support": Support(ids(N), torch.arange(N + 1))}),
+)
 # Operator -> (how the name of the refused argument begins, what is changed in the example call of six rows): refusals
 # that depend on another argument or on a limit of one. A name that is not known gets a suggestion instead.
 REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
@@ -189,6 +199,7 @@ REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
         ("temperature", {"temperature": leaf(N)}),
         ("softcap", {"softcap": 0.0}),
         ("top_logprobs", {"top_logprobs": V + 1}),
+        *BAD_LISTS,
     ],
     "linear_logprob": lambda: [
         ("bias", {"bias": torch.zeros(V + 1)}),
@@ -199,6 +210,7 @@ REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
         ("temperature", {"temperature": leaf(N)}),
         ("logit_scale", {"logit_scale": 0.0}),
         ("max_workspace_bytes", {"max_workspace_bytes": 0}),
+        *BAD_LISTS,
     ],
     "sample": lambda: [
         ("top_k", {"top_k": 2.0}),
@@ -255,6 +267,7 @@ REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
         ("clipped", {"clipped": 1}),
     ],
     "linear_policy_loss": lambda: [
+        ("ids", {"hidden": draw(B, D)}),  # a token has one id
         ("weight", {"weight": torch.zeros(V, D + 1)}),
         ("ids", {"ids": torch.zeros(B, 0, dtype=INT)}),
         ("temperature", {"temperature": 0.0}),

@@ -29,7 +29,13 @@ def minus_softplus(x):
 
 
 def logprob(logits, ids, *, temperature=1.0, softcap=None, kept=None, g=None):
-    """Values and gradient. `kept`: list of id lists; `g`: upstream by name of the result, [N] each."""
+    """Values and gradient. `kept`: list of id lists; `g`: upstream by name of the result, [N] each.
+
+    Of ids [N, K], as `g["logprob"]` then is, log p is [N, K], and the gradient that of a sum over k.
+    """
+    if np.ndim(ids) == 2:
+        options = {"temperature": temperature, "softcap": softcap, "kept": kept}
+        return of_several(logits, np.asarray(ids), options, g)
     logits = np.asarray(logits, np.float64).astype(X)
     N, V = logits.shape
     T = np.broadcast_to(np.asarray(temperature, np.float64).astype(X), (N,))
@@ -69,3 +75,15 @@ def logprob(logits, ids, *, temperature=1.0, softcap=None, kept=None, g=None):
     mass = None if kept is None else np.array(masses, np.float64)
     as64 = [np.array(v, np.float64) for v in (values, lses, entropies)]
     return Row(*as64, mass, grad.astype(np.float64))
+
+
+def of_several(logits, ids, options, g):
+    """One id of each row after the other; gradients of the other results count once."""
+    ups = [None] * ids.shape[1]
+    if g is not None:
+        ups = [{"logprob": x} for x in np.asarray(g["logprob"]).T] if "logprob" in g else [{} for _ in ups]
+        ups[0] |= {name: x for name, x in g.items() if name != "logprob"}
+    every = [logprob(logits, one, **options, g=up) for one, up in zip(ids.T, ups, strict=True)]
+    first = every[0]
+    values = np.stack([row.logprob for row in every], 1)
+    return Row(values, first.lse, first.entropy, first.log_kept_mass, sum(row.grad for row in every))

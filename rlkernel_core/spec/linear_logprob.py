@@ -17,6 +17,7 @@ Longer than most modules, because a contract and its table of clauses stand in o
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -33,6 +34,7 @@ from rlkernel_core.spec.form import (
     OpSpec,
     Tolerance,
 )
+from rlkernel_core.spec.listed_ids import MANY_IDS, check_ids, check_one_id, many_ids
 from rlkernel_core.spec.logprob import LSE, LogprobResult, Support, check_support, check_temperature
 
 if TYPE_CHECKING:
@@ -51,7 +53,8 @@ class LinearLogprobCall(OpCall[LogprobResult]):
     Args:
         hidden: [..., D] bf16, fp16 or fp32 (float64 on backends that claim it); any strides; never written to.
         weight: [V, D], the output head. Another dtype than that of hidden where `mixed_dtypes` is claimed.
-        ids: [...] integer, as in logprob: anything in masked rows; out of range gives NaN and `invalid`.
+        ids: [...] integer, as in logprob: anything in masked rows; out of range gives NaN and `invalid`. Or [..., K],
+            several ids of each row, of which -1 is padding: one pass over the vocabulary, and K rows of the head more.
         bias: [V], added before everything else. A bias of -inf forbids an id, e.g. one that pads the vocabulary.
         temperature: float > 0, or a tensor broadcastable to [...] that requires no gradient.
         softcap: c > 0 for c * tanh(x / c), after the scale and before the temperature.
@@ -59,7 +62,7 @@ class LinearLogprobCall(OpCall[LogprobResult]):
         mask: [...] bool, True where the row counts; rows that do not give 0 and gradient 0 whatever they hold, and
             their matmuls are skipped where that takes neither a host synchronization nor a shape that depends on data.
         entropy: also return the entropy of softmax(z), differentiable.
-        support: kept ids per row, as in logprob.
+        support: kept ids per row, as in logprob, for one id per row alone.
         backward: "recompute" computes logits again in the backward pass: extra memory that depends neither on N nor on
             gradients. "save" keeps them: fewer matmuls, N x V numbers. "auto" saves where that fits in
             max_workspace_bytes and recomputes otherwise, and without a budget. All give the same log p.
@@ -75,8 +78,8 @@ class LinearLogprobCall(OpCall[LogprobResult]):
         hidden, weight and bias, each with its own upstream gradient per token; no work is done for a frozen operand.
 
     Raises:
-        ArgumentError: wrong rank, sizes, device, dtype, temperature <= 0, a temperature that requires a gradient,
-            or a workspace below the minimum, which the message names.
+        ArgumentError: wrong rank, sizes, device, dtype, temperature <= 0, a temperature that requires a gradient, a
+            support beside several ids per row, or a workspace below the minimum, which the message names.
     """
 
     hidden: Tensor
@@ -109,8 +112,7 @@ def check(call: LinearLogprobCall) -> None:
         )
     checks.same_device("weight", weight, hidden, "hidden")
     beside: Any = {"beside": hidden, "where": "hidden"}
-    checks.tensor("ids", ids, kind="integer")
-    checks.aligned("ids", ids, rows, "hidden without its last dimension", kind="integer", **beside)
+    check_ids(ids, rows, hidden, "hidden")
     checks.aligned("bias", bias, weight.shape[:1], "weight without its last dimension", kind="floating", **beside)
     check_temperature(call.temperature, rows, hidden)
     if call.softcap is not None:
@@ -119,6 +121,7 @@ def check(call: LinearLogprobCall) -> None:
     checks.aligned("mask", mask, rows, "ids", kind="bool", **beside)
     if call.support is not None:
         check_support(call.support, rows, hidden)
+        check_one_id(ids, hidden)
     checks.flags(entropy=call.entropy)
     checks.choice("backward", call.backward, BACKWARD)
     if call.max_workspace_bytes is not None:
@@ -137,7 +140,7 @@ def mixed_dtypes(call: Any) -> dict[str, object]:
 
 
 def _sizes(call: LinearLogprobCall) -> dict[str, int]:
-    return {"rows": call.ids.numel(), "vocab": call.weight.shape[0]}
+    return {"rows": math.prod(call.hidden.shape[:-1]), "vocab": call.weight.shape[0]}
 
 
 SPEC = OpSpec(
@@ -150,13 +153,14 @@ SPEC = OpSpec(
     optional=("lse",),
     check=check,
     sizes=_sizes,
-    needed=needed,
+    needed=lambda call: {**needed(call), **many_ids(call.ids, call.hidden)},
     features=(
         GRAD,
         DETERMINISTIC,
         BATCH_INVARIANT,
         CAPTURABLE,
         LSE,
+        MANY_IDS,
         Feature("per_row_temperature", "temperature as a tensor, one per row"),
         Feature("mixed_dtypes", "weight of another dtype than hidden"),
         Feature("bias", "a bias per vocabulary entry, with its gradient"),
@@ -333,6 +337,29 @@ SPEC = OpSpec(
             "1, 2, 4 and 8 ranks with equal shards, and one without a group, give the same bits for results",
             "invariance",
             "rank_invariant",
+        ),
+        Clause(
+            "LL-33",
+            "several ids",
+            "log p of each of K ids of a row is within tolerance of float64, with relative error <= 1e-4 where p is "
+            "near 1, repeated ids alike; one id in a list has the bits of that id alone; shards give the same",
+            "accuracy",
+            "many_ids",
+        ),
+        Clause(
+            "LL-34",
+            "gradient of several ids",
+            "dX, dW and dbias are those of the sum over the K ids, repeated ids included, in every mode of backward",
+            "gradient",
+            "many_ids",
+        ),
+        Clause(
+            "LL-35",
+            "absent and invalid ids of several",
+            "-1 gives 0; another id out of range gives NaN and its own flag; both have gradient 0 though the upstream "
+            "gradient is NaN, the other ids of their row stay, and a masked row gives 0",
+            "law",
+            "many_ids",
         ),
     ),
     tolerances=(

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
+from rlkernel_core import checks
 from rlkernel_core.spec import linear_logprob as head
 from rlkernel_core.spec import policy_checks
 from rlkernel_core.spec.form import CAPTURABLE, DETERMINISTIC, Clause, Feature, OpCall, OpSpec, Tolerance
@@ -85,6 +86,7 @@ def configure(call: LinearPolicyLossCall) -> LossConfig:
 def check(call: LinearPolicyLossCall) -> None:
     """Checks shared by all implementations; reads no value off the device."""
     head.check(head.LinearLogprobCall.of(call))
+    checks.shape("ids", call.ids, call.hidden.shape[:-1], "hidden without its last dimension")  # a token has one id
     policy_checks.check_tensors(call, configure(call), call.ids, name="ids")
 
 

@@ -17,7 +17,9 @@ Rows that have no law: NaN logits, +inf logits (lse is +inf), all logits -inf (l
 not positive and finite give NaN, with NaN gradients, in that row and in no other.
 A -inf logit is a forbidden id: it stays -inf under the softcap.
 
-Legend: N tokens (any leading shape) · V vocabulary.
+Several ids of a row share its logsumexp: d (sum_k g_k log p_k) / d z_j = sum_k g_k 1[j = id_k] - p_j sum_k g_k.
+
+Legend: N tokens (any leading shape) · V vocabulary · K listed ids of a row.
 Longer than most modules, because a contract and its table of clauses stand in one place. Imports no torch.
 """
 
@@ -40,6 +42,7 @@ from rlkernel_core.spec.form import (
     OpSpec,
     Tolerance,
 )
+from rlkernel_core.spec.listed_ids import MANY_IDS, check_ids, check_one_id, many_ids
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,13 +60,13 @@ class Support:
 class LogprobResult:
     """What logprob and linear_logprob return; every tensor is fp32 (float64 for float64 inputs)."""
 
-    logprob: Tensor  # [...] log p of the chosen id; masked rows 0
+    logprob: Tensor  # the shape of `ids`: log p of the chosen id, or of each listed one; masked rows and padding 0
     lse: Tensor | None = None  # [...] logsumexp of z over all of the vocabulary; masked rows 0; None if not claimed
     entropy: Tensor | None = None  # [...] nats, of softmax(z); masked rows 0
     top_ids: Tensor | None = None  # [..., n] int64, by (logit descending, id ascending); masked rows -1
     top_logprobs: Tensor | None = None  # [..., n] of softmax(z), without gradient; masked rows 0
     log_kept_mass: Tensor | None = None  # [...] with `support`: log of the mass of the kept ids under softmax(z)
-    invalid: Tensor | None = None  # [...] bool: id or kept id out of range in an unmasked row, see `ids`
+    invalid: Tensor | None = None  # bool, the shape of `ids`: id or kept id out of range in an unmasked row, see `ids`
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +77,9 @@ class LogprobCall(OpCall[LogprobResult]):
         logits: [..., V] bf16, fp16 or fp32 (float64 on backends that claim it); any strides; never written to.
         ids: [...] integer; in a masked row it may hold anything. One out of range in a row that counts gives NaN
             with gradient 0 for log-probability and kept mass, and sets `invalid`; lse, entropy and top of that row
-            do not depend on the id and stay as they are.
+            do not depend on the id and stay as they are. Or [..., K], several ids of each row, by one pass over the
+            vocabulary: each has its log-probability, and gradients of an id that a row lists twice add up. -1 is then
+            padding, which gives 0 and gradient 0; any other id out of range gives NaN and its own flag.
         temperature: float > 0, or a tensor broadcastable to [...]; applied once, to log-probability and entropy alike.
             It has no gradient: a tensor that requires one is refused.
         softcap: c > 0 for c * tanh(logits / c) before the temperature.
@@ -85,14 +90,15 @@ class LogprobCall(OpCall[LogprobResult]):
         support: kept ids per row (the processed law): log p is then renormalized over the kept ids and
             `log_kept_mass` is returned; `logprob + log_kept_mass` is the tempered log-probability. The chosen id
             counts as kept; an id kept twice counts once; ids beyond the last offset are ignored. Entropy, lse and
-            top stay those of softmax(z).
+            top stay those of softmax(z). For one id per row alone.
         validate: check ids, temperatures and support on the host (synchronizes) and raise.
 
     Returns:
         logprob, lse, entropy and log_kept_mass are differentiable with respect to logits, once.
 
     Raises:
-        ArgumentError: wrong rank, sizes, device, dtype, temperature <= 0, or (validate=True) ids out of range.
+        ArgumentError: wrong rank, sizes, device, dtype, temperature <= 0, a support beside several ids per row, or
+            (validate=True) ids out of range.
     """
 
     logits: Tensor
@@ -114,8 +120,7 @@ def check(call: LogprobCall) -> None:
     if logits.dim() < 1 or logits.shape[-1] < 1:
         raise ArgumentError("logits", checks.describe(logits), "needs a last dimension V >= 1", "Pass [..., V].")
     rows = logits.shape[:-1]
-    checks.tensor("ids", ids, kind="integer")
-    checks.aligned("ids", ids, rows, "logits without its last dimension", kind="integer", beside=logits, where="logits")
+    check_ids(ids, rows, logits, "logits")
     check_temperature(call.temperature, rows, logits)
     if call.softcap is not None:
         checks.number("softcap", call.softcap, above=0.0)
@@ -124,6 +129,7 @@ def check(call: LogprobCall) -> None:
     checks.flags(entropy=call.entropy, validate=call.validate)
     if call.support is not None:
         check_support(call.support, rows, logits)
+        check_one_id(ids, logits)
 
 
 def check_support(support: Any, rows: Any, beside: Tensor) -> None:
@@ -163,7 +169,11 @@ LSE: Final = Feature("lse", "logsumexp of every row is returned, with its gradie
 
 
 def _sizes(call: LogprobCall) -> dict[str, int]:
-    return {"rows": call.ids.numel(), "vocab": call.logits.shape[-1]}
+    return {"rows": math.prod(call.logits.shape[:-1]), "vocab": call.logits.shape[-1]}
+
+
+def _needed(call: LogprobCall) -> dict[str, object]:
+    return {"per_row_temperature": checks.is_tensor(call.temperature), **many_ids(call.ids, call.logits)}
 
 
 SPEC = OpSpec(
@@ -174,7 +184,7 @@ SPEC = OpSpec(
     differentiable=("logits",),
     carrying=("logprob", "lse", "entropy", "log_kept_mass"),
     optional=("lse",),
-    needed=lambda call: {"per_row_temperature": checks.is_tensor(call.temperature)},
+    needed=_needed,
     check=check,
     sizes=_sizes,
     features=(
@@ -184,6 +194,7 @@ SPEC = OpSpec(
         CAPTURABLE,
         Feature("per_row_temperature", "temperature as a tensor, one per row"),
         LSE,
+        MANY_IDS,
         Feature("softcap", "logit soft-capping"),
         Feature("mask", "masked rows give 0 and gradient 0, whatever they hold"),
         Feature("entropy", "entropy of the tempered law, with its gradient"),
@@ -317,6 +328,29 @@ SPEC = OpSpec(
             "their gradient is 0 though the upstream gradient is NaN",
             "gradient",
             "grad",
+        ),
+        Clause(
+            "LP-28",
+            "several ids",
+            "log p of each of K ids of a row is within tolerance of float64, with relative error <= 1e-4 where p is "
+            "near 1, repeated ids alike; one id in a list has the bits of that id alone",
+            "accuracy",
+            "many_ids",
+        ),
+        Clause(
+            "LP-29",
+            "gradient of several ids",
+            "the gradient is that of the sum over the K ids, repeated ids included, beside that of lse and entropy",
+            "gradient",
+            "many_ids",
+        ),
+        Clause(
+            "LP-30",
+            "absent and invalid ids of several",
+            "-1 gives 0; another id out of range gives NaN and its own flag; both have gradient 0 though the upstream "
+            "gradient is NaN, the other ids of their row stay, and a masked row gives 0",
+            "law",
+            "many_ids",
         ),
     ),
     tolerances=(

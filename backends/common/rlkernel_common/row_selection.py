@@ -16,7 +16,8 @@ from torch import Tensor
 from rlkernel_common.kept_ids import KeptIds
 from rlkernel_common.row_statistics import SoftmaxStats, Upstream
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.spec.logprob import Support
+from rlkernel_core.spec.listed_ids import ids_per_row
+from rlkernel_core.spec.logprob import LogprobCall
 
 
 class Chosen(NamedTuple):
@@ -39,14 +40,17 @@ def choose(ids: Tensor, mask: Tensor | None, V: Tensor | int, kept: KeptIds | No
     return Chosen(torch.where(usable, ids, -1), mask, invalid)
 
 
-def check_values(
-    ids: Tensor, mask: Tensor | None, V: int, temperature: float | Tensor, support: Support | None
-) -> None:
+def check_values(call: LogprobCall) -> None:
     """The checks of `validate=True`: they read values, hence wait for the device."""
-    counted = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
-    _refuse("ids", ids, counted & ((ids < 0) | (ids >= V)), f"must lie in [0, {V}) in every row that counts")
-    if isinstance(temperature, Tensor):
-        T = temperature.expand(ids.shape)
+    ids, rows, V, support = call.ids, call.logits.shape[:-1], call.logits.shape[-1], call.support
+    counted = torch.ones(rows, dtype=torch.bool, device=ids.device) if call.mask is None else call.mask
+    wrong, range_ = (ids < 0) | (ids >= V), f"lie in [0, {V}) in every row that counts"
+    if ids_per_row(ids, call.logits) is None:
+        _refuse("ids", ids, counted & wrong, f"must {range_}")
+    else:
+        _refuse("ids", ids, counted[..., None] & wrong & (ids != -1), f"must be -1 or {range_}")
+    if isinstance(call.temperature, Tensor):
+        T = call.temperature.expand(rows)
         _refuse("temperature", T, counted & ~((T > 0) & T.isfinite()), "must be > 0 and finite in every row")
     if support is None:
         return
@@ -59,7 +63,7 @@ def check_values(
             f"must start at 0, never decrease and end within the {support.ids.shape[0]} ids",
             "Pass the running sum of the kept counts.",
         )
-    bad = KeptIds(support, V).bad.view(ids.shape) & counted
+    bad = KeptIds(support, V).bad.view(rows) & counted
     _refuse("support.ids", None, bad, f"must lie in [0, {V}) in every row that counts")
 
 

@@ -8,6 +8,7 @@ both accumulate in fp32 without a buffer that grows with N or V. It costs five m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -15,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlkernel_common import vocab_parallel
+from rlkernel_common import listed_ids, vocab_parallel
 from rlkernel_common.kept_ids import KeptIds, positions, readable
-from rlkernel_common.row_selection import choose, results, selected
+from rlkernel_common.row_selection import Chosen, choose, results, selected
 from rlkernel_common.row_statistics import (
     Part,
     SoftmaxStats,
@@ -34,12 +35,14 @@ from rlkernel_common.row_statistics import (
     stacked,
     temperatures,
     tile_width,
+    tree_sum,
     uncap,
 )
 from rlkernel_common.row_views import free_rows, shaped
 from rlkernel_core.errors import ArgumentError, RLKernelError
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
 from rlkernel_core.spec.linear_logprob import PIECES, LinearLogprobCall
+from rlkernel_core.spec.listed_ids import ids_per_row
 from rlkernel_core.spec.logprob import LogprobResult, Support
 from rlkernel_torch.head import ROWS, Head, add_product
 
@@ -56,11 +59,13 @@ def linear_logprob(call: LinearLogprobCall) -> LogprobResult:
     return _forward(call, save=False)[0]
 
 
-def workspace(backward: str, N: int, D: int, V: int, itemsize: int = 4, nnz: int = 0, ranks: int = 1) -> int:
+def workspace(
+    backward: str, N: int, D: int, V: int, itemsize: int = 4, nnz: int = 0, ranks: int = 1, K: int = 0
+) -> int:  # fmt: skip
     """Most extra bytes of a call, beyond its results and gradients.
 
     A block of rows, a tile of the weight and its gradient, some temporaries of a tile of logits, a few numbers per row
-    and rank, six per kept id; and, for "save", the logits of all rows.
+    and rank and per listed id, six per kept id; and, for "save", the logits of all rows.
 
     Args:
         backward: "recompute" or "save".
@@ -70,12 +75,14 @@ def workspace(backward: str, N: int, D: int, V: int, itemsize: int = 4, nnz: int
         itemsize: of the accumulator: 4, or 8 for float64.
         nnz: kept ids of the support.
         ranks: of the group.
+        K: ids per row; 0 where a row has one that is not listed.
     """
     w = tile_width(V)
     operands = 3 * (ROWS + w) * D
     logits = ROWS * (16 * w + 16 * -(-V // w))
     saved = N * V if backward == "save" else 0
-    return itemsize * (operands + logits + saved) + 8 * (16 + 8 * max(ranks, PIECES)) * (N + ROWS) + 6 * 8 * nnz
+    rows = 8 * (16 + 8 * max(ranks, PIECES) + 16 * K) * (N + ROWS)
+    return itemsize * (operands + logits + saved) + rows + 6 * 8 * nnz
 
 
 def mode(call: LinearLogprobCall) -> str:
@@ -90,9 +97,9 @@ def mode(call: LinearLogprobCall) -> str:
     nnz = 0 if call.support is None else call.support.ids.shape[0]
     ranks = 1 if call.group is None else call.group.size()
     itemsize = accumulator(call.hidden, call.weight, call.bias).itemsize
-    V, D = call.weight.shape
+    (V, D), K = call.weight.shape, ids_per_row(call.ids, call.hidden) or 0
     for found in ("save", "recompute") if backward == "auto" else (backward,):
-        least = workspace(found, call.ids.numel(), D, V, itemsize, nnz, ranks)
+        least = workspace(found, math.prod(call.hidden.shape[:-1]), D, V, itemsize, nnz, ranks, K)
         if least <= limit:
             return found
     remedy = f"Pass at least {least}" + (", or backward='recompute'." if backward == "save" else ", or None.")
@@ -110,7 +117,8 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
         """Keep the numbers of calls of this shape."""
         super().__init__(call)
         self._T = call.temperature if isinstance(call.temperature, float | int) else None
-        self._softcap, self._scale, self._group, self._rows = call.softcap, call.logit_scale, call.group, call.ids.shape
+        self._softcap, self._scale, self._group = call.softcap, call.logit_scale, call.group
+        self._rows = call.hidden.shape[:-1]
         self._save = mode(call) == "save"
 
     def forward(self, call: LinearLogprobCall) -> tuple[LogprobResult, Saved]:
@@ -120,21 +128,28 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
     def backward(self, saved: Saved, grads: Saved) -> Saved:
         """One read of the logits for dX, one for dW and dbias."""
         hidden, weight, bias, mask, each_T, kept_ids, offsets, ids, first, logits, *numbers = saved
-        value, top, log_total, mean, kept_top, kept_log_total = numbers
+        value, top, log_total, mean, kept_top, kept_log_total, many, many_y = numbers
         if hidden is None or weight is None or ids is None or value is None or top is None or log_total is None:
             raise RLKernelError("linear_logprob: its backward pass got less than its forward pass saved")
         row = SoftmaxStats(value, value, None, None, top, log_total, mean, kept_top, kept_log_total)  # lse is unread
         T = temperatures(each_T if self._T is None else self._T, self._rows, value.dtype, value.device)  # type: ignore[arg-type]
         up = [None if g is None else g.reshape(-1) for g in grads]
+        each = None
+        if many is not None and up[0] is not None:
+            each, up[0] = listed_ids.upstream_of(many, up[0])
         index, counted = _worked_on(None if mask is None else mask.reshape(-1))
         if index is not None:
             row, up = SoftmaxStats._make(_some(row, index)), _some(up, index)
             ids, T = ids[index], T[index]
+            many, many_y, each = _some((many, many_y, each), index)
         offset = 0 if first is None else first
         kept = None
         if kept_ids is not None and offsets is not None:  # which of them lie outside was told in the forward pass
             support, V = Support(kept_ids, offsets), weight.shape[0]
             kept = KeptIds(support, V, positions(index, self._rows.numel()), offset)
+        upstream, listed = selected(tuple(up), ids, counted), None
+        if each is not None and many is not None and many_y is not None:
+            listed = many - offset, listed_ids.gradient_at(many, many_y, ids, T, row, each, upstream)
         back = _Back(
             head=Head(free_rows(hidden), weight, bias, self._scale, index, counted, T.dtype),
             ids=ids - offset,
@@ -143,7 +158,8 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
             softcap=self._softcap,
             saved=logits,
             row=row,
-            upstream=selected(tuple(up), ids, counted),
+            upstream=upstream,
+            listed=listed,
         )
         of_hidden, of_weight, of_bias = self.wanted
         d_hidden = back.hidden(self._group).view(hidden.shape) if of_hidden else None
@@ -151,14 +167,15 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
 
     @classmethod
     def saved_like(cls, call: LinearLogprobCall, result: LogprobResult, wanted: tuple[bool, ...]) -> Saved:
-        """Operands, and [N]: ids, and numbers for each field of the law that the gradient reads; [N, V] logits."""
+        """Operands; [N] ids and numbers for each field of the law that the gradient reads; logits; [N, K] ids."""
         del wanted
-        N, like = call.ids.numel(), result.logprob
+        N, K, like = math.prod(call.hidden.shape[:-1]), ids_per_row(call.ids, call.hidden), result.logprob
         ids = call.ids.new_empty(N, dtype=torch.int64)
         first = None if call.group is None else call.ids.new_empty((), dtype=torch.int64)
         logits = like.new_empty(N, call.weight.shape[0]) if mode(call) == "save" else None
         there = (True, True, True, call.entropy, *[call.support is not None] * 2)
-        return *_arguments(call), ids, first, logits, *[like.new_empty(N) if x else None for x in there]
+        listed = (None, None) if K is None else (ids.new_empty((N, K)), like.new_empty((N, K)))
+        return *_arguments(call), ids, first, logits, *[like.new_empty(N) if x else None for x in there], *listed
 
 
 def _arguments(call: LinearLogprobCall) -> Saved:
@@ -180,43 +197,73 @@ def _some(every: Iterable[Tensor | None], index: Tensor) -> list[Tensor | None]:
 
 
 def _everywhere(some: Iterable[Tensor | None], index: Tensor | None, N: int) -> list[Tensor | None]:
-    """[N] numbers of all rows from those that are worked on, 0 elsewhere."""
+    """Numbers of all N rows from those that are worked on, 0 elsewhere."""
     if index is None:
         return list(some)
-    return [None if x is None else x.new_zeros(N).index_copy_(0, index, x) for x in some]
+    return [None if x is None else x.new_zeros(N, *x.shape[1:]).index_copy_(0, index, x) for x in some]
 
 
 @torch.no_grad()
 def _forward(call: LinearLogprobCall, *, save: bool) -> tuple[LogprobResult, Saved]:
     """The result, and what the gradient reads."""
-    rows, N, (V, D) = call.ids.shape, call.ids.numel(), call.weight.shape
+    rows, (V, D), K = call.hidden.shape[:-1], call.weight.shape, ids_per_row(call.ids, call.hidden)
+    N = rows.numel()
     dtype = accumulator(call.hidden, call.weight, call.bias)
     shard = vocab_parallel.locate(call.group, V, N, D, call.hidden.device)
     mask = None if call.mask is None else call.mask.reshape(-1)
-    chosen = choose(
-        call.ids.reshape(-1), mask, shard.V, None if call.support is None else KeptIds(call.support, shard.V)
-    )
     index, counted = _worked_on(mask)
+    count, piece = vocab_parallel.pieces(V, 1 if call.group is None else call.group.size())
+    head = Head(free_rows(call.hidden), call.weight, call.bias, call.logit_scale, index, counted, dtype, piece)
+    listed, y = None, None
+    if K is None:
+        every_kept = None if call.support is None else KeptIds(call.support, shard.V)
+        chosen = choose(call.ids.reshape(-1), mask, shard.V, every_kept)
+    else:
+        listed = listed_ids.list_ids(call.ids.reshape(N, K), mask, shard.V)
+        y = cap(_at(head, listed.ids, shard), call.softcap)
+        chosen = Chosen(listed_ids.chosen_of(listed.ids, y), mask, listed.invalid)
     T, ids, kept = temperatures(call.temperature, rows, dtype, call.hidden.device), chosen.ids, None
     if index is not None:  # from here on only the rows that count
         ids, T = ids[index], T[index]
     if call.support is not None:
         kept = KeptIds(call.support, shard.V, positions(index, N), shard.offset)
-    count, piece = vocab_parallel.pieces(V, 1 if call.group is None else call.group.size())
-    head = Head(free_rows(call.hidden), call.weight, call.bias, call.logit_scale, index, counted, dtype, piece)
     saved = T.new_empty(N, V) if save else None
     row = _statistics(head, ids, T, kept, shard, call.softcap, saved, count, moment=call.entropy)
-    values, lse, H, mass = _everywhere(results(row, ids, counted), index, N)
+    found = results(row, ids, counted)
+    if listed is not None and y is not None:
+        these = listed if index is None else listed_ids.ListedIds._make(_some(listed, index))
+        found = (listed_ids.log_probabilities(these, y if index is None else y[index], ids, T, row), *found[1:])
+    values, lse, H, mass = _everywhere(found, index, N)
     result = LogprobResult(
-        logprob=shaped(values, rows),  # type: ignore[arg-type]  # these two are always there
+        logprob=shaped(values, call.ids.shape),  # type: ignore[arg-type]  # these two are always there
         lse=shaped(lse, rows),  # type: ignore[arg-type]
         entropy=None if H is None else shaped(H, rows),
         log_kept_mass=None if mass is None else shaped(mass, rows),
-        invalid=chosen.invalid.view(rows),
+        invalid=chosen.invalid.view(call.ids.shape),
     )
     law_rows = (row.logprob, row.top, row.log_total, row.mean, row.kept_top, row.kept_log_total)
     first = shard.offset if isinstance(shard.offset, Tensor) else None
-    return result, (*_arguments(call), chosen.ids, first, saved, *_everywhere(law_rows, index, N))
+    of_rows = _everywhere(law_rows, index, N)
+    return result, (*_arguments(call), chosen.ids, first, saved, *of_rows, None if listed is None else listed.ids, y)
+
+
+def _at(head: Head, ids: Tensor, shard: vocab_parallel.Shard) -> Tensor:
+    """[N, K] logits at listed ids, before the cap; 0 where there is none, and in rows that are not worked on."""
+    local = ids - shard.offset
+    local = torch.where((ids >= 0) & (local >= 0) & (local < head.weight.shape[0]), local, -1)
+    y = torch.zeros(ids.shape, dtype=head.dtype, device=ids.device)
+    for rows in head.rows():
+        x, place = head.block(rows)[: rows.stop - rows.start], head.place(rows)
+        for k in range(ids.shape[1]):
+            here = local[place, k]
+            at = here.clamp_min(0)
+            one = tree_sum(x * head.weight[at].to(head.dtype))
+            if head.bias is not None:
+                one += head.bias[at]
+            y[place, k] = torch.where(here >= 0, one * head.scale, 0.0)
+    if shard.group is not None:
+        vocab_parallel.add(y, shard.group)  # each id lies on one rank
+    return y
 
 
 def _statistics(
@@ -273,6 +320,7 @@ class _Back(NamedTuple):
     saved: Tensor | None  # [N, V]
     row: SoftmaxStats  # [n]
     upstream: Upstream  # [n]
+    listed: tuple[Tensor, Tensor] | None  # [n, K] ids counted as above, and the gradient at each
 
     def hidden(self, group: dist.ProcessGroup | None) -> Tensor:
         """[..., D], zeros in the rows that were left out."""
@@ -320,6 +368,9 @@ class _Back(NamedTuple):
         among = None if self.kept is None else self.kept.block(rows.start, n, tile.start, logits.shape[1])
         row, upstream = self.row.of(rows), self.upstream.of(rows)
         dy = gradient(cap(logits, self.softcap), self.ids[rows] - tile.start, self.T[rows], row, upstream, among)
+        if self.listed is not None:
+            ids, values = self.listed
+            dy = listed_ids.put(dy, ids[rows], values[rows], tile.start)
         dz = uncap(dy, logits, self.softcap) * self.head.scale
         if self.head.counted is not None:
             dz = torch.where(self.head.counted[rows, None], dz, 0.0)

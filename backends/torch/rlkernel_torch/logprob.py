@@ -5,11 +5,13 @@ Every row goes through `row_statistics` with tiles that depend on V alone; its b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from rlkernel_common import listed_ids
 from rlkernel_common.kept_ids import KeptIds
 from rlkernel_common.row_selection import (
     Chosen,
@@ -33,6 +35,7 @@ from rlkernel_common.row_statistics import (
 from rlkernel_common.row_views import free_rows, shaped, take
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
+from rlkernel_core.spec.listed_ids import ids_per_row
 from rlkernel_core.spec.logprob import LogprobCall, LogprobResult, Support
 
 # Logits of a block of rows: 16 MiB in fp32. Speed only; bits do not depend on it.
@@ -57,17 +60,18 @@ class LogprobPair(Pair[LogprobCall, LogprobResult]):
         """Keep the numbers of calls of this shape."""
         super().__init__(call)
         self._T = call.temperature if isinstance(call.temperature, float | int) else None
-        self._softcap, self._rows = call.softcap, call.ids.shape
+        self._softcap, self._rows = call.softcap, call.logits.shape[:-1]
 
     def forward(self, call: LogprobCall) -> tuple[LogprobResult, Saved]:
         """The result, and the law of every row."""
-        result, ids, row = _forward(call)
+        result, ids, row, listed = _forward(call)
         numbers = (row.logprob, row.top, row.log_total, row.mean, row.kept_top, row.kept_log_total)
-        return result, (*_arguments(call), ids, *numbers)
+        return result, (*_arguments(call), ids, *numbers, *listed)
 
     def backward(self, saved: Saved, grads: Saved) -> Saved:
         """One read of the logits and one write."""
-        logits, mask, each_T, kept_ids, offsets, ids, value, top, log_total, mean, kept_top, kept_log_total = saved
+        logits, mask, each_T, kept_ids, offsets, ids, value, top, log_total, mean, *kept_law, many, many_y = saved
+        kept_top, kept_log_total = kept_law
         if logits is None or ids is None or value is None or top is None or log_total is None:
             raise RLKernelError("logprob: its backward pass got less than its forward pass saved")
         row = SoftmaxStats(value, value, None, None, top, log_total, mean, kept_top, kept_log_total)  # lse is unread
@@ -75,29 +79,42 @@ class LogprobPair(Pair[LogprobCall, LogprobResult]):
         support = None if kept_ids is None or offsets is None else KeptIds(Support(kept_ids, offsets), logits.shape[-1])
         counted = None if mask is None else mask.reshape(-1)
         flat = free_rows(logits)
-        g = selected(tuple([None if x is None else x.reshape(-1) for x in grads]), ids, counted)
+        of_ids, *of_rows = [None if x is None else x.reshape(-1) for x in grads]
+        each = None
+        if many is not None and of_ids is not None:
+            each, of_ids = listed_ids.upstream_of(many, of_ids)
+        g = selected((of_ids, *of_rows), ids, counted)
         every = torch.empty_like(logits, memory_format=torch.contiguous_format)
         grad = every.view(-1, flat.shape[-1])
         for rows in _blocks(*grad.shape):
             x = take(flat, rows).to(T.dtype)
             kept = None if support is None else support.block(rows.start, x.shape[0], 0, x.shape[1])
             dy = gradient(cap(x, self._softcap), ids[rows], T[rows], row.of(rows), g.of(rows), kept)
+            if each is not None and many is not None and many_y is not None:
+                listed = many[rows], many_y[rows]
+                dy = listed_ids.put(
+                    dy,
+                    listed[0],
+                    listed_ids.gradient_at(*listed, ids[rows], T[rows], row.of(rows), each[rows], g.of(rows)),
+                )
             dx = uncap(dy, x, self._softcap)
             grad[rows] = dx if counted is None else torch.where(counted[rows, None], dx, 0.0)
         return (every,)
 
     @classmethod
     def saved_like(cls, call: LogprobCall, result: LogprobResult, wanted: tuple[bool, ...]) -> Saved:
-        """Arguments, and [N]: ids, and numbers for each field of the law that the gradient reads."""
+        """Arguments, [N] ids and numbers for each field of the law that the gradient reads, and listed ids [N, K]."""
         del wanted
-        N = call.ids.numel()
+        N, K = math.prod(call.logits.shape[:-1]), ids_per_row(call.ids, call.logits)
 
-        def number() -> Tensor:
-            return result.logprob.new_empty(N)
+        def number(*more: int) -> Tensor:
+            return result.logprob.new_empty((N, *more))
 
         mean = None if result.entropy is None else number()
         kept = (None, None) if call.support is None else (number(), number())
-        return *_arguments(call), call.ids.new_empty(N, dtype=torch.int64), number(), number(), number(), mean, *kept
+        chosen = call.ids.new_empty(N, dtype=torch.int64)
+        listed = (None, None) if K is None else (chosen.new_empty((N, K)), number(K))
+        return *_arguments(call), chosen, number(), number(), number(), mean, *kept, *listed
 
 
 def _arguments(call: LogprobCall) -> Saved:
@@ -107,30 +124,46 @@ def _arguments(call: LogprobCall) -> Saved:
     return call.logits, call.mask, T if isinstance(T, Tensor) else None, *kept
 
 
-def _forward(call: LogprobCall) -> tuple[LogprobResult, Tensor, SoftmaxStats]:
-    """The result, the ids that may be used ([N], -1: none), and the law of every row."""
+def _forward(call: LogprobCall) -> tuple[LogprobResult, Tensor, SoftmaxStats, Saved]:
+    """The result, the ids that may be used ([N], -1: none), the law of every row, and listed ids with their logits."""
     logits, ids, mask, top_logprobs, support = call.logits, call.ids, call.mask, call.top_logprobs, call.support
-    rows, V = ids.shape, logits.shape[-1]
+    rows, V = logits.shape[:-1], logits.shape[-1]
     if call.validate:
-        check_values(ids, mask, V, call.temperature, support)
+        check_values(call)
     dtype = accumulator(logits)
     T = temperatures(call.temperature, rows, dtype, logits.device)
     kept = None if support is None else KeptIds(support, V)
-    chosen = choose(ids.reshape(-1), None if mask is None else mask.reshape(-1), V, kept)
-    flat = free_rows(logits.detach())
+    counted = None if mask is None else mask.reshape(-1)
+    flat, K = free_rows(logits.detach()), ids_per_row(ids, logits)
+    listed, y = None, None
+    if K is None:
+        chosen = choose(ids.reshape(-1), counted, V, kept)
+    else:
+        listed = listed_ids.list_ids(ids.reshape(rows.numel(), K), counted, V)
+        y = cap(_at(flat, listed.ids).to(dtype), call.softcap)
+        chosen = Chosen(listed_ids.chosen_of(listed.ids, y), counted, listed.invalid)
     row = _statistics(flat, chosen.ids, T, kept, call.softcap, moment=call.entropy)
     values, lse, H, mass = results(row, chosen.ids, chosen.counted)
+    if listed is not None and y is not None:
+        values = listed_ids.log_probabilities(listed, y, chosen.ids, T, row)
     top_ids, top = _best(flat, chosen, T, call.softcap, top_logprobs)
     result = LogprobResult(
-        logprob=shaped(values, rows),
+        logprob=shaped(values, ids.shape),
         lse=shaped(lse, rows),
         entropy=None if H is None else shaped(H, rows),
         top_ids=None if top_ids is None else top_ids.view(*rows, top_logprobs),
         top_logprobs=None if top is None else top.view(*rows, top_logprobs),
         log_kept_mass=None if mass is None else shaped(mass, rows),
-        invalid=chosen.invalid.view(rows),
+        invalid=chosen.invalid.view(ids.shape),
     )
-    return result, chosen.ids, row
+    return result, chosen.ids, row, (None if listed is None else listed.ids, y)
+
+
+def _at(flat: Tensor, ids: Tensor) -> Tensor:
+    """[N, K] logits at listed ids, those of the first column where there is none; no row is copied."""
+    if flat.dim() == 2:
+        return flat.gather(1, ids.clamp_min(0))
+    return flat.gather(-1, ids.clamp_min(0).view(*flat.shape[:-1], -1)).reshape(ids.shape)
 
 
 def _blocks(N: int, V: int) -> Iterator[slice]:

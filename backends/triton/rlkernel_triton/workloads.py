@@ -77,6 +77,18 @@ _LOGPROB: Final = {
         {"logits": _real(8, _V, dtype=BF16), "ids": _whole(8), "top_logprobs": 20, "softcap": 30.0,
          "temperature": _real(8), "mask": _flags(8)},
     ),
+    **{
+        f"{name}, 64 ids a row": Workload(
+            {"logits": _real(260, _V, dtype=dtype, grad=True), "ids": _whole(260, 64), "entropy": True},
+            ("logprob", "lse", "entropy"),
+        )
+        for name, dtype in (("bf16", BF16), ("fp32", FP32))
+    },
+    "bf16, 5 ids a row, everything": Workload(
+        {"logits": _real(260, _V, dtype=BF16, grad=True), "ids": _whole(260, 5), "softcap": 30.0,
+         "temperature": _real(260), "mask": _flags(260)},
+        ("logprob",),
+    ),
 }  # fmt: skip
 
 _B: Final = 8
@@ -265,6 +277,24 @@ _LINEAR: Final = {
     **_heads("bf16", BF16),
     **_heads("fp32", FP32),
     "bf16, blocks of rows": Workload(_head(20000, 32000, backward="recompute"), ("logprob",)),
+    **{
+        f"{name}, 64 ids a row": Workload(
+            _head(260, dtype=dtype, ids=_whole(260, 64), backward="recompute"), ("logprob", "entropy")
+        )
+        for name, dtype in (("bf16", BF16), ("fp32", FP32))
+    },
+    "bf16, 5 ids a row, everything": Workload(
+        _head(
+            260,
+            ids=_whole(260, 5),
+            softcap=30.0,
+            temperature=_real(260),
+            mask=_flags(260),
+            backward="save",
+            bias=_real(_V, dtype=BF16, grad=True),
+        ),
+        ("logprob",),
+    ),
 }
 
 

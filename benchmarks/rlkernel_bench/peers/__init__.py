@@ -55,6 +55,16 @@ def without_temperature(work: Work) -> None:
         raise NotImplementedError("takes no temperature")
 
 
+def one_id_per_row(work: Work) -> None:
+    """Refuse a workload with several ids per row.
+
+    Raises:
+        NotImplementedError: it lists K of each.
+    """
+    if work.options.get("K"):
+        raise NotImplementedError("takes one id per row")
+
+
 _MODULES: Final = (
     "plain", "compiled", "cublas", "graphs", "liger", "trl", "verl", "cce", "quack", "flashinfer", "quantized",
     "rl_kernel", "rollout",

@@ -26,7 +26,8 @@ def logprob(work: Work) -> Call:
     def run(given: Inputs) -> Outputs:
         x = given["logits"].float()
         law = torch.log_softmax(x if temperature == 1.0 else x / temperature, -1)
-        out = {"logprob": law.gather(-1, given["ids"][:, None]).squeeze(-1)}
+        ids = given["ids"]
+        out = {"logprob": law.gather(-1, ids if ids.dim() == law.dim() else ids[:, None]).view(ids.shape)}
         return out | ({"entropy": -(law.exp() * law).sum(-1)} if entropy else {})
 
     return run

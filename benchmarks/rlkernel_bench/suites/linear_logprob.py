@@ -23,7 +23,9 @@ _BOTH = (
 )
 
 
-def _work(N: int, D: int, V: int, task: str = "forward", dtype: str = "bfloat16", why: str = "", **more: Any) -> Work:
+def _work(
+    N: int, D: int, V: int, task: str = "forward", dtype: str = "bfloat16", why: str = "", K: int = 0, **more: Any
+) -> Work:  # fmt: skip
     both = task != "forward"
     return Work(
         "linear_logprob",
@@ -31,7 +33,7 @@ def _work(N: int, D: int, V: int, task: str = "forward", dtype: str = "bfloat16"
         {"N": N, "D": D, "V": V},
         dtype,
         task,
-        {"entropy": True},
+        {"entropy": True, **({"K": K} if K else {})},
         f"2*({_HEAD})" if both else _HEAD,
         f"3*{_MATMUL}" if both else _MATMUL,
         dtype,
@@ -45,6 +47,7 @@ WORKS: Mapping[str, tuple[Work, ...]] = {
     "toy": (
         _work(64, 32, 500, dtype="float32", memory_at=("N", (16, 64))),
         _work(64, 32, 500, "forward+backward", "bfloat16"),
+        _work(64, 32, 500, "forward+backward", "float32", K=8),
     ),
     "full": (
         _work(8192, 4096, 128256, goals=_FORWARD, memory_at=("N", (2048, 4096, 8192)), why="Llama-3 8B"),
@@ -53,6 +56,10 @@ WORKS: Mapping[str, tuple[Work, ...]] = {
         ),
         _work(16384, 2048, 151936, goals=_FORWARD[:1], why="Qwen-3 1.7B"),
         _work(16384, 2048, 151936, "forward+backward", goals=_BOTH[:2], why="Qwen-3 1.7B"),
+        *(
+            _work(8192, 4096, 128256, task, why="Llama-3 8B, a teacher's 64 most likely ids", K=64)
+            for task in ("forward", "forward+backward")
+        ),
     ),
 }
 
@@ -67,11 +74,14 @@ def make(work: Work, device: str, seed: int) -> Inputs:
     toward = weight[ids[:quarter]].float()
     lead = 30 * draw.uniform(quarter, 1) / toward.square().sum(-1, keepdim=True)
     hidden[:quarter] += (lead * toward).to(hidden.dtype)
+    K = int(work.options.get("K", 0))
+    if K:  # those of a teacher gather around few ids, which rows have in common
+        ids = torch.cat([ids[:, None], (ids[:, None] + draw.ids(4 * K, n, K - 1)) % v], 1)
     return {
         "hidden": hidden,
         "weight": weight,
         "ids": ids,
-        "up_logprob": draw.normal(n),
+        "up_logprob": draw.normal(n, K) if K else draw.normal(n),
         "up_entropy": draw.normal(n),
     }
 

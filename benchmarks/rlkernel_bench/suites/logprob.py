@@ -12,6 +12,7 @@ from rlkernel_bench.work import Call, Goal, Inputs, Judgment, Outputs, Problem, 
 
 _READ = "e*N*V + 16*N"
 _READ_TWICE_WRITE = "3*e*N*V + 24*N"
+_LISTED = 64  # ids of a row, where it has several
 
 
 def _work(N: int, V: int, dtype: str = "bfloat16", task: str = "forward", why: str = "", **more: Any) -> Work:
@@ -26,6 +27,7 @@ WORKS: Mapping[str, tuple[Work, ...]] = {
     "toy": (
         _work(32, 1000, "float32", memory_at=("N", (8, 32))),
         _work(32, 1000, "bfloat16", "forward+backward"),
+        _work(32, 1000, "float32", "forward+backward", options={"K": 8}),
     ),
     "full": (
         _work(8192, 128256, goals=(Goal(530, "us", "H200"),), why=_PEERS, memory_at=("N", (2048, 4096, 8192))),
@@ -34,6 +36,10 @@ WORKS: Mapping[str, tuple[Work, ...]] = {
         _work(8192, 151936, why="Qwen-3 vocabulary"),
         _work(128, 128256, why="one decode step's worth of rows"),
         _work(8192, 128256, "float32", why="fp32 logits"),
+        *(
+            _work(8192, 128256, task=task, why="a teacher's 64 most likely ids", options={"K": _LISTED})
+            for task in ("forward", "forward+backward")
+        ),
         _work(65536, 32000, why="many rows, N * V above 2^31 - 2^25", options={"temperature": 0.7}),
     ),
 }
@@ -41,7 +47,7 @@ WORKS: Mapping[str, tuple[Work, ...]] = {
 
 def problem(work: Work, device: str) -> Problem:
     """See `rlkernel_bench.suites`."""
-    n, v = work.sizes["N"], work.sizes["V"]
+    n, v, K = work.sizes["N"], work.sizes["V"], int(work.options.get("K", 0))
     options = {k: x for k, x in work.options.items() if k in {"entropy", "temperature"}}
 
     def make(seed: int) -> Inputs:
@@ -50,7 +56,10 @@ def problem(work: Work, device: str) -> Problem:
         quarter = max(1, n // 4)  # rows a trained model is sure of: their token leads by up to 30 nats
         lead = logits[:quarter].amax(-1) + 30 * draw.uniform(quarter).to(logits.dtype)
         logits[:quarter].scatter_(1, ids[:quarter, None], lead[:, None])
-        return {"logits": logits, "ids": ids, "up_logprob": draw.normal(n), "up_entropy": draw.normal(n)}
+        if K:  # of a teacher that is not far from it
+            ids = (logits + draw.normal(n, v, dtype=work.dtype)).topk(K, -1).indices
+        up = draw.normal(n, K) if K else draw.normal(n)
+        return {"logits": logits, "ids": ids, "up_logprob": up, "up_entropy": draw.normal(n)}
 
     def forward(given: Inputs) -> Outputs:
         out = rlk.logprob(given["logits"], given["ids"], **options)
@@ -74,7 +83,8 @@ def problem(work: Work, device: str) -> Problem:
         out = {k: elementwise("logprob", k, work.dtype, found[k][rows.to(found[k].device)], want[k]) for k in values}
         if work.backward:
             have = found["grad_logits"][rows.to(found["grad_logits"].device)]
-            scale = sum(given[f"up_{k}"][rows.to(have.device)].abs().double().cpu() for k in values)[:, None]
+            ups = (given[f"up_{k}"][rows.to(have.device)].abs().double().cpu() for k in values)
+            scale = sum(up.reshape(len(up), -1).sum(1) for up in ups)[:, None]
             # The entropy's own gradient carries the logit, of up to 40 nats here.
             scale = scale * (40.0 if "entropy" in values else 1.0)
             out["grad_logits"] = elementwise("logprob", "grad_logits", work.dtype, have, want["grad_logits"], scale)

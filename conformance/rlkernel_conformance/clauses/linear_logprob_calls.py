@@ -19,6 +19,7 @@ from rlkernel_conformance.clauses.linear_logprob_heads import (
     definition,
     gradients,
     heads,
+    lists,
     small,
     with_leaves,
 )
@@ -31,9 +32,15 @@ from rlkernel_core.spec.logprob import Support
 WIDE = 1024  # a row of logits in fp32 is 4096 bytes: one that is kept per row of hidden shows
 
 
-def extra(subject: Subject, case: Head, **more: Any) -> int:
+def listed(subject: Subject, case: Head, **more: Any) -> list[dict[str, Any]]:
+    """A call, and one with three ids of each row where that is claimed."""
+    given = case.given(subject, **more)
+    several = "many_ids" in subject.claims
+    return [given, {**given, "ids": lists(case.N, case.V, 3, case.seed, subject.device)}] if several else [given]
+
+
+def extra(subject: Subject, given: dict[str, Any], **more: Any) -> int:
     """Bytes at the peak of a call beyond its results, and of its backward pass beyond the gradients too."""
-    given = case.given(subject)
     call, leaves = with_leaves(given) if "grad" in subject.claims else (given, {})
 
     def run() -> Any:
@@ -58,19 +65,25 @@ def a_case(subject: Subject, case: Head, rows: int) -> Head:
 @attack("LL-05", lambda s: heads(s, plainly=True), scale=0.05)
 def memory_does_not_grow_with_rows(subject: Subject, case: Head) -> None:
     """Twice or three times the rows: a few numbers more per row, a tenth of a row of logits at most."""
-    does_not_grow(lambda n: extra(subject, a_case(subject, case, n), backward="recompute"), most=WIDE * 4 / 10)
+    for which in range(len(listed(subject, case))):
+
+        def at(rows: int, which: int = which) -> int:
+            return extra(subject, listed(subject, a_case(subject, case, rows))[which], backward="recompute")
+
+        does_not_grow(at, most=WIDE * 4 / 10)
 
 
 @attack("LL-07", lambda s: heads(s, plainly=True), scale=0.05)
 def the_limit_is_kept_and_the_minimum_named(subject: Subject, case: Head) -> None:
     """A limit of one byte is refused with the least that is accepted; within that the call stays."""
     case = a_case(subject, case, 128)
-    given = case.given(subject)
-    limit = least_workspace(
-        lambda n: subject(**given, max_workspace_bytes=n), lambda n: extra(subject, case, max_workspace_bytes=n)
-    )
-    out, want = subject(**given, max_workspace_bytes=limit), subject(**given)
-    close(subject, "logprob", out.logprob, plain(want.logprob, "logprob"), case.dtype)
+    for given in listed(subject, case):
+        limit = least_workspace(
+            lambda n, given=given: subject(**given, max_workspace_bytes=n),
+            lambda n, given=given: extra(subject, given, max_workspace_bytes=n),
+        )
+        out, want = subject(**given, max_workspace_bytes=limit), subject(**given)
+        close(subject, "logprob", out.logprob, plain(want.logprob, "logprob"), case.dtype)
 
 
 def sharded(subject: Subject, case: Head, cuts: list[int]) -> list[Any]:
@@ -144,8 +157,9 @@ def ranks_agree_bit_by_bit(subject: Subject, case: Head) -> None:
 @attack("LL-32", lambda s: heads(s, N=3).map(long), scale=0.3)
 def any_number_of_ranks_gives_the_same_bits(subject: Subject, case: Head) -> None:
     """One without a group, and groups of 1, 2, 4 and 8; with what is claimed of entropy and support."""
-    given = case.given(subject, **({"entropy": True} if "entropy" in subject.claims else {}))
-    if "support" in subject.claims:
+    calls = listed(subject, case, **({"entropy": True} if "entropy" in subject.claims else {}))
+    given = calls[-(case.seed % 3 == 0)]
+    if given is calls[0] and "support" in subject.claims:
         every = [
             torch.cat([chosen[None], torch.arange(i, case.V, 97, device=chosen.device)])
             for i, chosen in enumerate(given["ids"])
@@ -237,8 +251,11 @@ def a_row_is_the_same_in_any_batch(subject: Subject, case: Head) -> None:
 
 
 def _the_same_in_any_batch(subject: Subject, case: Head) -> None:
-    given = case.given(subject)
+    for given in listed(subject, case):
+        _parts_are_the_same(subject, case, given)
 
+
+def _parts_are_the_same(subject: Subject, case: Head, given: dict[str, Any]) -> None:
     def part(index: Any) -> Any:
         call, leaves = with_leaves({**given, "hidden": given["hidden"][index], "ids": given["ids"][index]}, ("weight",))
         out = subject(**call)
@@ -286,8 +303,8 @@ def one_bad_row_spoils_one_row(subject: Subject, case: Head) -> None:
 
 
 def with_mask(subject: Subject, case: Head) -> dict[str, Any]:
-    """The call with a mask and with entropies, where these are claimed."""
-    given = case.given(subject)
+    """The call with a mask, with entropies and with several ids per row, where these are claimed."""
+    given = listed(subject, case)[-(case.seed % 4 > 1)]
     if "mask" in subject.claims:
         given["mask"] = torch.arange(case.N, device=subject.device) % 2 == case.seed % 2
     return given | ({"entropy": True} if "entropy" in subject.claims else {})

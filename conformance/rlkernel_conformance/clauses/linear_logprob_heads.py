@@ -1,6 +1,6 @@
 """Small heads for the attacks on linear_logprob@1 and linear_policy_loss@1, and their float64 definition.
 
-Legend: N rows · D hidden · V vocabulary.
+Legend: N rows · D hidden · V vocabulary · K listed ids of a row.
 """
 
 from __future__ import annotations
@@ -54,6 +54,13 @@ class Head:
         if self.softcap:
             out["softcap"] = self.softcap
         return {**out, **change}
+
+
+def lists(N: int, V: int, K: int, seed: int, device: str) -> Tensor:
+    """[N, K] ids, the last of a row its first once more."""
+    ids = draw.integers((N, K), V, seed, device)
+    ids[:, -1] = ids[:, 0]
+    return ids
 
 
 def logits(given: Mapping[str, Any]) -> Any:

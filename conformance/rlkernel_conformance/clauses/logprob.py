@@ -12,12 +12,16 @@ from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
+from rlkernel_conformance.clauses import listed_ids
 from rlkernel_conformance.clauses.derived_attacks import derive
+from rlkernel_conformance.clauses.linear_logprob_heads import lists
 from rlkernel_conformance.compare import Violation, close, plain, require, same_bits
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import logprob as oracle
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.logprob import LogprobResult, Support
+
+__all__ = ["listed_ids"]  # the attacks of both modules are registered together
 
 TEMPERATURES = (1.0, 0.5, 0.7, 1.7)
 SIZES = (1, 2, 3, 7, 31, 33, 127, 1000, 4099)
@@ -75,9 +79,16 @@ def run(subject: Subject, case: Rows, **more: Any) -> LogprobResult:
 
 
 def arguments(subject: Subject, case: Rows) -> dict[str, Any]:
-    """The arguments of a case."""
+    """The arguments of a case: of every second with several ids per row."""
     x, ids = case.tensors(subject)
+    ids = listed(subject, case, ids)[-(case.seed % 2)]
     return {"logits": x, "ids": ids, "temperature": case.temperature}
+
+
+def listed(subject: Subject, case: Rows, ids: Tensor) -> list[Tensor]:
+    """Ids [N], and [N, 3] where that is claimed."""
+    several = "many_ids" in subject.claims
+    return [ids, lists(case.N, case.V, 3, case.seed, subject.device)] if several else [ids]
 
 
 @attack("LP-01", cases)
@@ -318,29 +329,31 @@ def no_rows_give_empty_results(subject: Subject, case: Rows) -> None:
 @attack("LP-21", cases)
 def a_row_is_the_same_in_any_batch(subject: Subject, case: Rows) -> None:
     """Alone, reversed, repeated: the bits of a row do not move."""
-    x, ids = case.tensors(subject)
-    want = subject(x, ids, temperature=case.temperature).logprob
-    back = subject(x.flip(0), ids.flip(0), temperature=case.temperature).logprob.flip(0)
-    same_bits("logprob", back, want, "in a reversed batch")
-    alone = torch.cat(
-        [subject(x[i : i + 1], ids[i : i + 1], temperature=case.temperature).logprob for i in range(case.N)]
-    )
-    same_bits("logprob", alone, want, "one row at a time")
-    many = subject(x.repeat(40, 1), ids.repeat(40), temperature=case.temperature).logprob
-    same_bits("logprob", many[-case.N :], want, "at the end of a large batch")
+    x, one = case.tensors(subject)
+    for ids in listed(subject, case, one):
+        want = subject(x, ids, temperature=case.temperature).logprob
+        back = subject(x.flip(0), ids.flip(0), temperature=case.temperature).logprob.flip(0)
+        same_bits("logprob", back, want, "in a reversed batch")
+        alone = torch.cat(
+            [subject(x[i : i + 1], ids[i : i + 1], temperature=case.temperature).logprob for i in range(case.N)]
+        )
+        same_bits("logprob", alone, want, "one row at a time")
+        many = subject(x.repeat(40, 1), ids.repeat(40, *[1] * (ids.dim() - 1)), temperature=case.temperature).logprob
+        same_bits("logprob", many[-case.N :], want, "at the end of a large batch")
 
 
 @attack("LP-25", plain_cases)
 def a_row_without_a_law_harms_no_other(subject: Subject, case: Rows) -> None:
     """NaN, +inf and all -inf rows give NaN; the others keep their bits."""
-    x, ids = case.tensors(subject)
-    want = subject(x, ids, temperature=case.temperature).logprob
-    for poison in (torch.nan, torch.inf, -torch.inf):
-        bad = x.clone()
-        bad[0] = poison
-        out = subject(bad, ids, temperature=case.temperature).logprob
-        require(bool(out[0].isnan()), f"a row of {poison} gives {out[0].item()!r}, not NaN")
-        same_bits("logprob", out[1:], want[1:], f"beside a row of {poison}")
+    x, one = case.tensors(subject)
+    for ids in listed(subject, case, one):
+        want = subject(x, ids, temperature=case.temperature).logprob
+        for poison in (torch.nan, torch.inf, -torch.inf):
+            bad = x.clone()
+            bad[0] = poison
+            out = subject(bad, ids, temperature=case.temperature).logprob
+            require(bool(out[0].isnan().all()), f"a row of {poison} gives {out[0].tolist()!r}, not NaN")
+            same_bits("logprob", out[1:], want[1:], f"beside a row of {poison}")
 
 
 @attack("LP-26", cases)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlkernel_conformance.mutants import plant
 from rlkernel_conformance.mutants.bug import Bug, How, Run
+from rlkernel_conformance.mutants.listed_ids import OF_A_HEAD
 from rlkernel_conformance.mutants.logprob import (
     clamped,
     entropy_in_bits,
@@ -172,4 +173,5 @@ BUGS: Final = {
         "one NaN row poisons the batch: a maximum over the block",
         plant.returns(logprob=lambda c, o: torch.where(o.lse.isnan().any(), torch.nan, o.logprob)),
     ),
+    **OF_A_HEAD,
 }

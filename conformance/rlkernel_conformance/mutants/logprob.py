@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlkernel_conformance.mutants import plant
 from rlkernel_conformance.mutants.bug import Bug, Run
+from rlkernel_conformance.mutants.listed_ids import OF_LOGITS
 from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
 
 _KEPT: Final[dict[tuple[int, int], LogprobResult]] = {}
@@ -183,4 +184,5 @@ BUGS: Final = {
     "remembers_by_size": Bug("LP-21", "results remembered by address (KernelBench)", remembers_by_size),
     "anonymous_errors": plant.anonymous_errors("LP-24"),
     "asks_the_host": plant.reads_a_value("LP-23", lambda c: c.logits),
+    **OF_LOGITS,
 }

@@ -28,6 +28,7 @@ def factors(subject: Subject) -> Mapping[str, Sequence[Any]]:
         "rows": logprob.ROWS,
         **heads.head_factors(subject),
         "ids": ("inside", "edges", "outside"),
+        "K": claimed(subject, {0: "", **dict.fromkeys((1, 3, 70), "many_ids")}),
         "temperature": claimed(subject, {"1": "", "0.7": "", **dict.fromkeys(PER_ROW, "per_row_temperature")}),
         "mask": claimed(subject, {"": "", "some": "mask", "none": "mask", "all": "mask"}),
         "entropy": claimed(subject, {False: "", True: "entropy"}),
@@ -42,7 +43,7 @@ def arguments(subject: Subject, point: Point) -> Given:
     n = math.prod(rows)
     given = heads.head_of(subject, point, n // copies)
     ids = logprob.ids_of(point, (n // copies,), point["V"], heads.forbidden(given, n // copies))
-    given["ids"] = ids.tile(copies).view(rows)
+    given["ids"] = ids.tile(copies).view(rows) if copies > 1 else ids.view((*rows, *ids.shape[1:]))
     hidden = given["hidden"].tile(copies, 1)
     if point["mask"]:
         given["mask"] = logprob.mask_of(point, rows, "cpu")
@@ -60,12 +61,13 @@ def arguments(subject: Subject, point: Point) -> Given:
 
 def expected(subject: Subject, point: Point, given: Given, upstream: Mapping[str, Any]) -> dict[str, Want]:
     """Results of the definition, and the gradients of the operands."""
-    copies, shape = point.levels.get("copies", 1), tuple(given["ids"].shape)
+    copies, shape = point.levels.get("copies", 1), tuple(given["hidden"].shape[:-1])
     n = math.prod(shape)
     counted = plain(given["mask"], "mask").reshape(-1) if "mask" in given else np.ones(n, bool)
     x = heads.logits_of(given, counted)
     one = {**given, "ids": given["ids"][: n // copies]} if copies > 1 else given
-    law = logprob.Law.of(x[: n // copies], one, tuple(one["ids"].shape), upstream if copies == 1 else {})
+    of_one = (n // copies,) if copies > 1 else shape
+    law = logprob.Law.of(x[: n // copies], one, of_one, upstream if copies == 1 else {})
     found = _results(subject, given, law, copies)
     if not upstream:
         return found
@@ -73,8 +75,8 @@ def expected(subject: Subject, point: Point, given: Given, upstream: Mapping[str
     if copies > 1:  # a gradient is linear in those that come in
         dz = np.zeros(x.shape)
         for name, u in upstream.items():
-            of_one = logprob.Law.of(x[: n // copies], one, tuple(one["ids"].shape), {name: np.ones(n // copies)})
-            dz += u[:, None] * np.tile(of_one.grad, (copies, 1))
+            of_name = logprob.Law.of(x[: n // copies], one, of_one, {name: np.ones(n // copies)})
+            dz += u[:, None] * np.tile(of_name.grad, (copies, 1))
     weight = plain(given["weight"], "weight")
     most = float(np.sqrt(sum(np.square(u).sum() for u in upstream.values())))
     coldest = float(torch.as_tensor(given["temperature"]).double().min()) if n else 1.0
@@ -86,18 +88,22 @@ def _results(subject: Subject, given: Given, law: logprob.Law, copies: int) -> d
     dtype = heads.coarsest(given["hidden"], given["weight"])
     size = heads.size_of_values(given, law.row.lse)
     values: dict[str, tuple[str, Any, Any]] = {
-        "logprob": ("logprob", np.where(law.valid, law.row.logprob, np.nan), size),
+        "logprob": ("logprob", law.logprob, logprob.of_ids(size, law.valid)),
         "lse": ("lse", law.row.lse, size),
     }
     if given.get("entropy"):
         values["entropy"] = ("entropy", law.row.entropy, size)
     if law.row.log_kept_mass is not None:
         values["log_kept_mass"] = ("logprob", np.where(law.valid, law.row.log_kept_mass, np.nan), 2 * size)
-    stored, shape = heads.result_dtype(given), tuple(given["ids"].shape)
-    found = {"invalid": Want(np.tile(law.mask & ~law.valid, copies).reshape(shape), 0.0, "bool")}
+    stored, shape = heads.result_dtype(given), tuple(given["hidden"].shape[:-1])
+
+    def shaped(x: Any) -> Any:
+        return np.concatenate([x] * copies).reshape((*shape, *x.shape[1:]))
+
+    found = {"invalid": Want(shaped(law.invalid), 0.0, "bool")}
     for name, (row, x, scale) in values.items():
-        want = Want.near(subject, row, dtype, np.where(law.mask, x, 0.0), scale=scale, stored=stored)
-        every, allowed = (np.tile(a, copies).reshape(shape) for a in (want.values, want.allowed))
+        want = Want.near(subject, row, dtype, np.where(logprob.of_ids(law.mask, x), x, 0.0), scale=scale, stored=stored)
+        every, allowed = (shaped(a) for a in (want.values, want.allowed))
         found[name] = Want(every, allowed, stored)
     return found
 
@@ -122,7 +128,7 @@ SPACE = Space(
         "support.ids": Argument(SAME_VALUES, logprob.INTEGERS, Rule(("support",), bool)),
         "support.offsets": Argument(SAME_VALUES, logprob.INTEGERS, Rule(("support",), bool)),
     },
-    (),
+    (logprob.ONE_ID,),
     real,
     masking={"rows": ((0,),), "mask": ("none",), "V": (1,)},
 )

@@ -34,6 +34,7 @@ def factors(subject: Subject) -> Mapping[str, Sequence[Any]]:
         "values": tuple(draw.LOGITS),
         "dtype": subject.dtypes,
         "ids": ("inside", "edges", "outside"),
+        "K": claimed(subject, {0: "", **dict.fromkeys((1, 3, 70), "many_ids")}),
         "temperature": claimed(subject, {"1": "", "0.7": "", **dict.fromkeys(PER_ROW, "per_row_temperature")}),
         "softcap": claimed(subject, {None: "", 1.5: "softcap", 50.0: "softcap"}),
         "mask": claimed(subject, {"": "", "some": "mask", "none": "mask", "all": "mask"}),
@@ -45,6 +46,7 @@ def factors(subject: Subject) -> Mapping[str, Sequence[Any]]:
 
 
 PER_ROW = ("rows", "number", "last of one")
+ONE_ID = Rule(("K", "support"), lambda K, support: not K or not support)
 RULES = (
     Rule(("ids", "validate"), lambda ids, validate: not validate or ids != "outside"),
     Rule(("support", "validate"), lambda support, validate: not validate or support != "outside"),
@@ -55,6 +57,7 @@ RULES = (
         lambda values, *how: values != "holes" or "expanded" not in how[:2] or how[2] == "none",
     ),
     Rule(("top", "V"), lambda top, V: top != "V" or V < 1000),
+    ONE_ID,
 )
 
 
@@ -74,7 +77,15 @@ def mask_of(point: Point, rows: tuple[int, ...], device: str) -> torch.Tensor:
 
 
 def ids_of(point: Point, rows: tuple[int, ...], V: int, impossible: Any = None) -> torch.Tensor:
-    """Ids in range, at its edges, or every second one out of it; none where `impossible` [N, V] holds."""
+    """Ids in range, at its edges, or every second one out of it; none where `impossible` [N, V] holds.
+
+    One of each row, or K of which some are the same.
+    """
+    if K := point.levels.get("K"):
+        one = Point(point.seed, {**point.levels, "K": 0})
+        every = impossible if impossible is None else impossible.repeat_interleave(K, 0)
+        ids = ids_of(one, (math.prod(rows) * K,), V, every).view(*rows, K)
+        return torch.where(torch.arange(K) == K - 1, ids[..., K // 2 : K // 2 + 1], ids)
     g, n = point.generator(5), math.prod(rows)
     ids = torch.randint(V, (n,), generator=g)
     if point["ids"] == "edges":
@@ -137,7 +148,8 @@ class Law:
     logits: Any  # [N, V]
     row: definition.Row  # of the rows as if all counted
     mask: Any  # [N]
-    valid: Any  # [N] the id is in range
+    valid: Any  # [N] or [N, K]: the id is in range
+    absent: Any  # the same: it is the padding of a list
     grad: Any  # [N, V] of the logits
     grad_scale: Any  # [N] what an error of the gradient is relative to
 
@@ -145,7 +157,9 @@ class Law:
     def of(cls, x: Any, given: Given, shape: tuple[int, ...], upstream: Mapping[str, Any]) -> Law:
         """Of logits [N, V] and the arguments of a call."""
         n, V = x.shape
-        ids = given["ids"].cpu().numpy().reshape(-1).astype(np.int64)
+        ids = given["ids"].cpu().numpy().astype(np.int64)
+        several = ids.ndim > len(shape)
+        ids = ids.reshape((n, ids.shape[-1]) if several else n)
         mask = given["mask"].cpu().numpy().reshape(-1) if "mask" in given else np.ones(n, bool)
         inside, t, kept = (ids >= 0) & (ids < V), given["temperature"], kept_of(given.get("support"))
         possible = [[k for k in row if 0 <= k < V] for row in kept or ()]
@@ -153,8 +167,9 @@ class Law:
             inside if kept is None else inside & np.array([a == b for a, b in zip(kept, possible, strict=True)], bool)
         )
         T = np.broadcast_to(t.double().cpu().numpy() if torch.is_tensor(t) else t, shape).reshape(-1)
-        ignored = {"logprob": valid, "log_kept_mass": valid}
-        g = {name: np.where(mask & ignored.get(name, mask), u.reshape(-1), 0.0) for name, u in upstream.items()}
+        of_id = valid & (mask[:, None] if several else mask)
+        counts = {"logprob": of_id, "log_kept_mass": of_id}
+        g = {name: np.where(c := counts.get(name, mask), u.reshape(c.shape), 0.0) for name, u in upstream.items()}
         row = definition.logprob(
             x,
             np.where(inside, ids, 0),
@@ -163,8 +178,19 @@ class Law:
             kept=None if kept is None else possible,
             g=g or None,
         )
-        most = sum(np.abs(u) for u in g.values()) / T if g else np.zeros(n)
-        return cls(shape, x, row, mask, valid, row.grad, most * np.maximum(4, np.abs(row.lse)))
+        absent = ids == -1 if several else np.zeros(n, bool)
+        most = sum(np.abs(u) if u.ndim == 1 else np.abs(u).sum(1) for u in g.values()) / T if g else np.zeros(n)
+        return cls(shape, x, row, mask, valid, absent, row.grad, most * np.maximum(4, np.abs(row.lse)))
+
+    @property
+    def logprob(self) -> Any:
+        """[N] or [N, K] as if all rows counted."""
+        return np.where(self.valid, self.row.logprob, np.where(self.absent, 0.0, np.nan))
+
+    @property
+    def invalid(self) -> Any:
+        """[N] or [N, K] flags."""
+        return of_ids(self.mask, self.valid) & ~self.valid & ~self.absent
 
     def results(self, subject: Subject, dtype: str, given: Given) -> dict[str, Want]:
         """Of all that was asked for."""
@@ -178,9 +204,9 @@ class Law:
             return Want(want.values.reshape(shape), want.allowed.reshape(shape), want.dtype)
 
         found = {
-            "logprob": near("logprob", np.where(self.valid, row.logprob, np.nan), 2 * size),
+            "logprob": near("logprob", self.logprob, 2 * of_ids(size, self.valid)),
             "lse": near("lse", row.lse, size),
-            "invalid": Want((self.mask & ~self.valid).reshape(self.shape), 0.0, "bool"),
+            "invalid": Want(self.invalid.reshape((*self.shape, *self.valid.shape[1:])), 0.0, "bool"),
         }
         if given.get("entropy"):
             found["entropy"] = near("entropy", row.entropy, np.maximum(1, np.abs(row.lse) / 4))
@@ -199,6 +225,11 @@ class Law:
         T = T.double().cpu().numpy() if torch.is_tensor(T) else T
         T = np.broadcast_to(T, self.shape).reshape(-1)
         return definition.logprob(self.logits, ids, temperature=T, softcap=given.get("softcap")).logprob
+
+
+def of_ids(of_rows: Any, like: Any) -> Any:
+    """[N] numbers of rows as they belong to ids, `like` of which is [N] or [N, K]."""
+    return of_rows.reshape(-1, *[1] * (like.ndim - 1))
 
 
 def kept_of(support: Support | None) -> list[list[int]] | None:

@@ -53,25 +53,25 @@ def _state(*given: Any) -> torch.dtype:
 
 
 def _logprob(call: LogprobCall) -> LogprobResult:
-    return _of_rows(call.ids, _state(call.logits), call.entropy, call.support, call.top_logprobs)
+    return _of_rows(call, call.logits.shape[:-1], _state(call.logits), call.top_logprobs)
 
 
 def _linear_logprob(call: LinearLogprobCall) -> LogprobResult:
-    return _of_rows(call.ids, _state(call.hidden, call.weight, call.bias), call.entropy, call.support, 0)
+    return _of_rows(call, call.hidden.shape[:-1], _state(call.hidden, call.weight, call.bias), 0)
 
 
-def _of_rows(ids: Tensor, state: torch.dtype, entropy: bool, support: Any, n: int) -> LogprobResult:
+def _of_rows(call: LogprobCall | LinearLogprobCall, rows: torch.Size, state: torch.dtype, n: int) -> LogprobResult:
     def row(*more: int, dtype: torch.dtype = state) -> Tensor:
-        return ids.new_empty((*ids.shape, *more), dtype=dtype)
+        return call.ids.new_empty((*rows, *more), dtype=dtype)
 
     return LogprobResult(
-        logprob=row(),
+        logprob=call.ids.new_empty(call.ids.shape, dtype=state),
         lse=row(),
-        entropy=row() if entropy else None,
+        entropy=row() if call.entropy else None,
         top_ids=row(n, dtype=torch.int64) if n else None,
         top_logprobs=row(n) if n else None,
-        log_kept_mass=row() if support is not None else None,
-        invalid=row(dtype=torch.bool),
+        log_kept_mass=row() if call.support is not None else None,
+        invalid=call.ids.new_empty(call.ids.shape, dtype=torch.bool),
     )
 
 

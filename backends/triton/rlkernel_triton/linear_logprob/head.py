@@ -17,6 +17,7 @@ from torch import Tensor
 from rlkernel_common.row_views import free_rows, take
 from rlkernel_triton.common.host import INTERPRETED
 from rlkernel_triton.common.language import triton
+from rlkernel_triton.common.listed_rows import Put
 from rlkernel_triton.common.matmul_tiles import OPERAND_TYPES, Tile, options_of, tile_of
 from rlkernel_triton.common.merge_softmax import WARPS, merge_tiles, rows_per_program
 from rlkernel_triton.common.softmax import PLANES
@@ -204,14 +205,15 @@ class Head:
         upstream: tuple[Tensor | None, ...],
         wanted: tuple[bool, ...],
         group: dist.ProcessGroup | None,
+        put: Put | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """dX [..., D], dW [V, D] and dbias [V], each only where wanted."""
+        """dX [..., D], dW [V, D] and dbias [V], each only where wanted; put: with several ids per row."""
         # Every block writes its rows and columns, so that no gradient need begin as zeros.
         d_hidden, d_weight, d_bias = (
             torch.empty_like(x, memory_format=torch.contiguous_format) if want and x is not None else None
             for x, want in zip((of.hidden, of.weight, of.bias), wanted, strict=True)
         )
-        dlogits = _Dlogits(self, of, saved, upstream)
+        dlogits = _Dlogits(self, of, saved, upstream, put)
         if self._alone:
             self._in_one_block(of, dlogits, d_hidden, d_weight, d_bias, group)
             return d_hidden, d_weight, d_bias
@@ -256,6 +258,8 @@ class Head:
                 to_weight = self._product("sum", add=False, first=0, M=width, K=n, a_step=width)
                 rows_of_dz = dz[: n * width].view(n, width)
             write_dz(dz_grid, x, *dlogits.given, start)
+            if dlogits.put is not None:
+                dlogits.put(dz, n, 0, start, width)
             if acc is not None:
                 to_hidden(rows_grid, dz, weights[i], count, acc)
             if d_weight is not None:
@@ -340,9 +344,9 @@ class _Dlogits:
     """The gradient of the products, block by block, in one buffer that the next block overwrites."""
 
     def __init__(
-        self, head: Head, of: Operands, saved: SavedRows, upstream: tuple[Tensor | None, ...]
+        self, head: Head, of: Operands, saved: SavedRows, upstream: tuple[Tensor | None, ...], put: Put | None
     ) -> None:  # fmt: skip
-        self._head = head
+        self._head, self.put = head, put
         self._arriving = tuple([g is not None for g in upstream])
         room = min(head.plan.block, head.N) * min(head.plan.columns, head.V)
         self.buffer = torch.empty(room, dtype=head.work, device=head.device)
@@ -363,4 +367,6 @@ class _Dlogits:
         """[n, width] of x [n, D], one of several blocks of rows, at the beginning of the buffer."""
         launch, grid = self.of(n, width)
         launch(grid, x, *self.given, first, n, start)
+        if self.put is not None:
+            self.put(self.buffer, n, first, start, width)
         return self.buffer

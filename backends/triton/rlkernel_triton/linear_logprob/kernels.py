@@ -11,13 +11,13 @@ how many. Tiles behind them are skipped without the host knowing.
 Bytes, with operands of s bytes, beside operands that the cache serves again: statistics N D s + V D s read, 16 N P
 written; gradient of logits the same read, 2 N V written, in blocks; each product 2 N V read, N D s or V D s written.
 
-Legend: N rows of the call · n rows of this block · D hidden · V vocabulary · P tiles of V · BM, BN, BK a tile. Tiles
-are those of the pieces of V (`rlkernel_common.vocab_parallel`), the last of a piece cut off.
+Legend: N rows of the call · n rows of this block · D hidden · V vocabulary · K listed ids of a row · P tiles of V · BM,
+BN, BK a tile. Tiles are those of the pieces of V (`rlkernel_common.vocab_parallel`), the last of a piece cut off.
 """
 
 from __future__ import annotations
 
-from rlkernel_triton.common.arithmetic import cap, scaled_less, stored_as
+from rlkernel_triton.common.arithmetic import cap, row_offset, scaled_less, stored_as, tree_sum
 from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.common.linear_tile import tile_logits, tile_swizzle
 from rlkernel_triton.common.softmax import LEAST_SHIFT, dlogits, finite_or_zero, row_scales
@@ -123,6 +123,45 @@ def head_partial_softmax(
         top, total, _ = tile_softmax(tl.where(among, float("-inf"), y), z_scale, False)
         tl.store(out + 6 * plane, top, mask=inside)
         tl.store(out + 7 * plane, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["K"])
+def head_listed_logits(
+    hidden,  # [N, D]: row i starts as `row_offset` says, numbers are `stride` apart
+    weight,  # [V, D]
+    bias,  # [V], read where HAS_BIAS
+    ids,  # [N, K], counted from the first column of this head
+    mask,  # [N], read where HAS_MASK
+    y,  # [N, K] fp32
+    K, D, V, inner, outer_stride, inner_stride, stride, head_stride, head_step, scale, softcap,
+    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Logits under the cap at BLOCK listed ids of one row, 0 where it is no column; masked rows are not written.
+
+    Each reads D numbers of the head: K D s bytes a row, of which the cache serves the ids that rows have in common.
+    """
+    row = tl.program_id(0)
+    if HAS_MASK:
+        if tl.load(mask + row) == 0:
+            return
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    id = tl.load(ids + row.to(tl.int64) * K + k, mask=k < K, other=-1).to(tl.int64)
+    there = (id >= 0) & (id < V)
+    x0 = hidden + row_offset(row, inner, outer_stride, inner_stride)
+    w0 = weight + tl.where(there, id, 0)[:, None] * head_stride
+    acc = tl.zeros([BLOCK, BK], tl.float32)  # a sum for each place of a chunk, so that no layout decides the order
+    for start in range(0, D, BK):
+        at = start + tl.arange(0, BK)
+        x = tl.load(x0 + at.to(tl.int64) * stride, mask=at < D, other=0.0).to(tl.float32)
+        w = tl.load(w0 + at.to(tl.int64)[None, :] * head_step, mask=there[:, None] & (at < D)[None, :], other=0.0)
+        acc += x[None, :] * w.to(tl.float32)
+    z = tree_sum(acc)
+    if HAS_BIAS:
+        z += tl.load(bias + tl.where(there, id, 0), mask=there, other=0.0).to(tl.float32)
+    z = z * scale
+    if HAS_CAP:
+        z = cap(z, softcap)
+    tl.store(y + row.to(tl.int64) * K + k, tl.where(there, z, 0.0), mask=k < K)
 
 
 @triton.jit(do_not_specialize=["first", "n", "N", "start"])

@@ -3,11 +3,14 @@
 Matmuls both ways: 4 recomputing (5 for more rows than one block holds, as dX and dW then want the gradient in another
 order), 3 saving; one less for each frozen operand. All accumulate in fp32 and are rounded once.
 
-Legend: N rows · D hidden · V vocabulary, or this rank's shard.
+With several ids per row four small launches more forward, and backward one and one for each block.
+
+Legend: N rows · D hidden · V vocabulary, or this rank's shard · K listed ids of a row.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -18,7 +21,9 @@ from rlkernel_core.errors import RLKernelError
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
 from rlkernel_core.spec.form import filled
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
+from rlkernel_core.spec.listed_ids import ids_per_row
 from rlkernel_core.spec.logprob import LogprobResult
+from rlkernel_triton.common.listed_rows import Listed
 from rlkernel_triton.common.matmul_tiles import Tile, tile_of
 from rlkernel_triton.common.merge_softmax import SAVED_PLANES
 from rlkernel_triton.common.row_layout import is_per_row, per_row
@@ -36,6 +41,7 @@ from rlkernel_triton.linear_logprob.head import (
     stats_kind,
     tiles_of,
 )
+from rlkernel_triton.linear_logprob.listed import Several, SeveralIds
 
 NOWHERE = 1 << 62  # size of a vocabulary in which every id is found: what is invalid is -1 already
 
@@ -51,12 +57,13 @@ def workspace(call: LinearLogprobCall) -> int:
 
 def _size(call: LinearLogprobCall) -> memory.Size:
     """What the memory of a call depends on."""
-    hidden, weight, N, (V, D) = call.hidden, call.weight, call.ids.numel(), call.weight.shape
+    hidden, weight, (V, D), K = call.hidden, call.weight, call.weight.shape, ids_per_row(call.ids, call.hidden)
     item = max(x.element_size() for x in (hidden, weight))
     ranks = 1 if call.group is None else call.group.size()
     pieces, piece = vocab_parallel.pieces(V, ranks)
     tiles = tiles_of(V, piece, _tile(call).BN)
-    return memory.Size(N, D, V, item, tiles, call.support is not None, ranks * pieces)
+    N = math.prod(hidden.shape[:-1])
+    return memory.Size(N, D, V, item, tiles, call.support is not None, ranks * pieces, K or 0)
 
 
 def linear_logprob(call: LinearLogprobCall) -> LogprobResult:
@@ -87,13 +94,14 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
 
     def forward(self, call: LinearLogprobCall) -> tuple[LogprobResult, Saved]:
         """Three launches for each block of rows, and with "save" the logits."""
-        result, of, row_stats, stats = self._host.forward(call)
+        result, of, row_stats, stats, many = self._host.forward(call)
         T = call.temperature if isinstance(call.temperature, Tensor) else None
         ids = call.ids if call.group is None else of.rows.ids
         order, kept = of.order or (None, None), of.rows.kept or (None, None)
+        ids, chosen, invalid, y = (ids, None, result.invalid, None) if many is None else many
         return result, (
-            call.hidden, call.weight, call.bias, T, ids, result.invalid, *order, *kept, row_stats, stats.logits,
-            stats.tile_max,
+            call.hidden, call.weight, call.bias, T, ids, invalid, *order, *kept, row_stats, stats.logits,
+            stats.tile_max, chosen, y,
         )  # fmt: skip
 
     def backward(self, saved: Saved, grads: Saved) -> Saved:
@@ -102,12 +110,16 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
 
     @classmethod
     def saved_like(cls, call: LinearLogprobCall, result: LogprobResult, wanted: tuple[bool, ...]) -> Saved:
-        """Operands, invalid rows, the order of rows, bits of kept ids, 6 N numbers, and with "save" the logits."""
+        """Operands, invalid rows, the order of rows, bits of kept ids, 6 N numbers, saved logits, and listed ids."""
         del wanted
-        ids, N, V, T = call.ids, call.ids.numel(), call.weight.shape[0], call.temperature
-        B, *rest = ids.shape or (1,)
+        ids, rows, V, T = call.ids, call.hidden.shape[:-1], call.weight.shape[0], call.temperature
+        N, K, invalid, (B, *rest) = math.prod(rows), ids_per_row(ids, call.hidden), result.invalid, rows or (1,)
         order: Saved = (None, None)
         logits: Saved = (None, None)
+        many: Saved = (None, None)
+        if K is not None:
+            invalid = ids.new_empty(rows, dtype=torch.bool)
+            many = ids.new_empty(N, dtype=torch.int64), ids.new_empty((N, K), dtype=torch.float32)
         if call.mask is not None:
             order = ids.new_empty(N, dtype=torch.int64), ids.new_empty(1, dtype=torch.int64)
         if _cut(call).save:
@@ -115,9 +127,9 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
             logits = ids.new_empty((N, V), dtype=kind), ids.new_empty((N, _size(call).tiles), dtype=torch.float32)
         return (
             call.hidden, call.weight, call.bias, T if isinstance(T, Tensor) else None,
-            ids if call.group is None else ids.new_empty(N, dtype=torch.int64), result.invalid, *order,
+            ids if call.group is None else ids.new_empty(N * (K or 1), dtype=torch.int64), invalid, *order,
             *((None, None) if call.support is None else bitmask_like(call.support, V)),
-            ids.new_empty((SAVED_PLANES * B, *rest), dtype=torch.float32), *logits,
+            ids.new_empty((SAVED_PLANES * B, *rest), dtype=torch.float32), *logits, *many,
         )  # fmt: skip
 
 
@@ -125,8 +137,8 @@ class _Host:
     """What the host does for calls of one shape."""
 
     def __init__(self, call: LinearLogprobCall, *, keep: bool) -> None:
-        support, group, shape = call.support, call.group, call.ids.shape
-        N, V = call.ids.numel(), call.weight.shape[0]
+        support, group, shape = call.support, call.group, call.hidden.shape[:-1]
+        N, V = shape.numel(), call.weight.shape[0]
         T = None if isinstance(call.temperature, Tensor) else float(call.temperature)
         row_bytes = None if support is None else -(-V // 32) * 4
         ranks, cut, launcher = 1 if group is None else group.size(), _cut(call), launcher_for(call.hidden.device)
@@ -136,10 +148,13 @@ class _Host:
             launcher, call.hidden, call.weight, rows, bias=call.bias is not None, scale=float(call.logit_scale),
             moment=call.entropy, plan=cut._replace(save=cut.save and keep), pieces=pieces,
         )  # fmt: skip
+        whole = V if group is None else NOWHERE
         self._merge = MergeSoftmax(
-            launcher, rows, V if group is None else NOWHERE, ranks * pieces[0], shape, call.hidden.device, keep=keep,
+            launcher, rows, whole, ranks * pieces[0], shape, call.hidden.device, keep=keep,
             moment=call.entropy,
         )  # fmt: skip
+        K = ids_per_row(call.ids, call.hidden)
+        self._several = None if K is None else SeveralIds(launcher, call, rows, K, whole)
         self._keep, self._rest = keep, 0 if keep else SAVED_PLANES * N
         self._group, self._shape, self._T_given = group, shape, T is None
         self._supported, self._masked = support is not None, call.mask is not None
@@ -148,9 +163,9 @@ class _Host:
         self._bias_as_it_is = call.bias is None or call.bias.is_contiguous()
         self._T_as_it_is = is_per_row(call.temperature, shape)
 
-    def forward(self, call: LinearLogprobCall) -> tuple[LogprobResult, Operands, Tensor, HeadStats]:
-        """The result, the operands as kernels read them, and what the gradient needs of the rows."""
-        group, head = self._group, self.head
+    def forward(self, call: LinearLogprobCall) -> tuple[LogprobResult, Operands, Tensor, HeadStats, Several | None]:
+        """The result, the operands as kernels read them, and what the gradient needs of the rows and of listed ids."""
+        group, head, several, bias = self._group, self.head, self._several, self._bias(call.bias)
         ids, mask, T, offset, order, kept = call.ids, call.mask, None, None, None, None
         if not self._ids_as_they_are:
             ids = ids.contiguous()
@@ -162,34 +177,54 @@ class _Host:
         if group is not None:
             shard = vocab_parallel.locate(group, head.V, head.N, head.D, call.hidden.device)
             ids = ids.reshape(-1).to(torch.int64)
-            ids = torch.where((ids >= 0) & (ids < shard.V), ids, -1)
+            none = -1 if several is None else torch.where(ids == -1, -1, -2)  # -1 is padding of a list
+            ids = torch.where((ids >= 0) & (ids < shard.V), ids, none)
             offset = shard.offset
             kept = support_bitmask(call.support, head.V, shard.V, shard.offset) if self._supported else None  # type: ignore[arg-type]
         elif self._supported:
             kept = support_bitmask(call.support, head.V)  # type: ignore[arg-type]  # it is there
+        listed, y = ids, None
+        if several is not None:
+            here = several.local(listed, offset)
+            y = several.logits(call.hidden, call.weight, bias, here, mask)
+            ids = several.rows.chosen(listed, mask, y)
         local = ids if offset is None else ids - offset
-        of = Operands(call.hidden, call.weight, self._bias(call.bias), RowTensors(local, T, None, kept), order)
+        of = Operands(call.hidden, call.weight, bias, RowTensors(local, T, None, kept), order)
         stats = head.statistics(of, self._rest)
         every = stats.merged
         if group is not None:
             own = every[: head.planes * head.N * head.pieces].view(head.planes, head.N, head.pieces)
             every = vocab_parallel.gathered(own, group).permute(1, 2, 0, 3).contiguous()
-        row = self._merge(every, RowTensors(ids, T, mask, kept), None if self._keep else stats.spare)
-        result = filled(LogprobResult, logprob=row[0], lse=row[1], entropy=row[2], log_kept_mass=row[3], invalid=row[4])
-        return result, of, row.saved, stats
+        whole = RowTensors(ids, T, mask, kept)
+        row = self._merge(every, whole, None if self._keep else stats.spare)
+        values, invalid, many = row.logprob, row.invalid, None
+        if several is not None and y is not None:
+            values, invalid = several.rows.results(listed, whole, y, row, call.ids.shape)
+            many = Several(call.ids if group is None else here, local, row.invalid, y)
+        result = filled(
+            LogprobResult, logprob=values, lse=row[1], entropy=row[2], log_kept_mass=row[3], invalid=invalid
+        )
+        return result, of, row.saved, stats, many
 
     def backward(self, saved: Saved, grads: Saved, wanted: tuple[bool, ...]) -> Saved:
         """The gradients of hidden, weight and bias that are wanted."""
-        hidden, weight, bias, T, ids, invalid, index, count, bits, bad, stats, logits, tile_max = saved
+        hidden, weight, bias, T, ids, invalid, index, count, bits, bad, stats, logits, tile_max, chosen, y = saved
         if hidden is None or weight is None or ids is None or invalid is None or stats is None:
             raise RLKernelError("linear_logprob: its backward pass got less than its forward pass saved")
+        ids = ids if self._ids_as_they_are else ids.contiguous()
         rows = RowTensors(
-            ids if self._ids_as_they_are else ids.contiguous(), None if T is None else self._temperatures(T), None,
+            ids if chosen is None else chosen, None if T is None else self._temperatures(T), None,
             None if bits is None else SupportBitmask(bits, bad),  # type: ignore[arg-type]  # both are there
         )  # fmt: skip
         order = None if index is None else RowOrder(index, count)  # type: ignore[arg-type]
         of, kept = Operands(hidden, weight, self._bias(bias), rows, order), SavedRows(invalid, stats, logits, tile_max)
-        return self.head.gradients(of, kept, grads, wanted, self._group)
+        put, several = None, self._several
+        if several is not None and y is not None:
+            listed = Listed(ids, y)
+            found = several.rows.gradient(listed, rows, stats, grads)
+            if found is not None:
+                grads, put = (found.sums, *grads[1:]), several.rows.putting(listed, found, of.at())
+        return self.head.gradients(of, kept, grads, wanted, self._group, put)
 
     def _bias(self, bias: Tensor | None) -> Tensor | None:
         return bias if self._bias_as_it_is else bias.contiguous()  # type: ignore[union-attr]  # it is there

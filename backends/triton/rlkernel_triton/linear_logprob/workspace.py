@@ -19,6 +19,7 @@ BLOCKS: Final = ((16384, 4096), (8192, 4096), (4096, 2048), (2048, 1024), (1024,
 PER_ROW: Final = (
     256  # bytes: ids, order, temperatures, what the gradient needs; each part of the statistics takes 64 more
 )
+PER_LISTED: Final = 64  # bytes: an id as given and as a shard counts it, its logit and its gradient
 SMALL: Final = 1 << 16  # counts, and what an allocator rounds up
 FREE: Final = 1 << 17  # bytes of gradients of logits that a block may always take
 
@@ -33,6 +34,7 @@ class Size(NamedTuple):
     tiles: int  # of V
     support: bool
     parts: int  # of a row's statistics, all ranks together
+    K: int = 0  # listed ids of a row; 0 where it has one that is not listed
 
 
 class Plan(NamedTuple):
@@ -45,12 +47,12 @@ class Plan(NamedTuple):
 
 def workspace(plan: Plan, size: Size) -> int:
     """Most bytes of a call, forward and backward, beyond its results and gradients."""
-    N, D, V, item, tiles, support, parts = size
+    N, D, V, item, tiles, support, parts, K = size
     block, columns = min(plan.block, N), min(plan.columns, V)
     of_tiles = (8 if support else 4) * 4 * block * tiles
     dz = block * columns * max(item, 2)
     sums = 4 * D * (block + (columns if plan.block < N else 0))
-    rows = N * (PER_ROW + 64 * parts) + (4 * N * -(-V // 32) if support else 0)
+    rows = N * (PER_ROW + 64 * parts + PER_LISTED * K) + (4 * N * -(-V // 32) if support else 0)
     saved = N * (V * item + 4 * tiles) if plan.save else 0
     copied = 2 * block * D * item  # hidden states of two blocks, where they do not lie together
     return max(of_tiles, dz + sums + 4 * columns) + copied + rows + saved + SMALL

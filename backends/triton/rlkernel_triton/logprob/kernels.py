@@ -6,7 +6,7 @@ sum is a tree, so a row's bits depend on nothing but the row.
 
 Bytes of a row of V logits of s bytes: forward s V read; backward s V read, s V written. With a support V / 8 more each.
 
-Legend: N rows · V vocabulary · P parts of a row · L lanes of a tile, 8 neighboring columns each.
+Legend: N rows · V vocabulary · K listed ids of a row · P parts of a row · L lanes of a tile, 8 neighboring columns.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Final
 
 from rlkernel_triton.common.arithmetic import cap, row_offset, stored_as, tanh, tree_sum
 from rlkernel_triton.common.language import tl, triton
+from rlkernel_triton.common.listed_ids import is_id
 from rlkernel_triton.common.softmax import LEAST_SHIFT, dlogits, lane_sum, merge_lanes, row_scale, update_running
 
 PART: Final = 32768  # columns of a part: 4 programs a row at V = 128256
@@ -105,6 +106,33 @@ def partial_softmax(
         best, some, _, _ = merge_lanes(tl.reshape(lost_top, [1, LANES]), tl.reshape(lost_total, [1, LANES]))
         tl.store(out + 6 * plane, best)
         tl.store(out + 7 * plane, some)
+
+
+@triton.jit(do_not_specialize=["K"])
+def listed_logits(
+    logits,  # [N, V], as in `partial_softmax`
+    ids,  # [N, K]
+    mask,  # [N], read where HAS_MASK
+    softcap,
+    y,  # [N, K] fp32
+    V, K, inner, outer_stride, inner_stride, stride,
+    HAS_MASK: tl.constexpr, HAS_CAP: tl.constexpr, ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """Logits under the cap at the listed ids of one row; those of a masked row are not written."""
+    row = tl.program_id(0)
+    if HAS_MASK:
+        if tl.load(mask + row) == 0:
+            return
+    x0 = logits + row_offset(row, inner, outer_stride, inner_stride)
+    for first in range(0, K, ENTRIES):
+        at = row.to(tl.int64) * K + first + tl.arange(0, ENTRIES)
+        inside = first + tl.arange(0, ENTRIES) < K
+        id = tl.load(ids + at, mask=inside, other=-1).to(tl.int64)
+        there = is_id(id, V, False)
+        x = tl.load(x0 + tl.where(there, id, 0) * stride, mask=there, other=0.0).to(tl.float32)
+        if HAS_CAP:
+            x = cap(x, softcap)
+        tl.store(y + at, x, mask=inside)
 
 
 @triton.jit(do_not_specialize=["N"])

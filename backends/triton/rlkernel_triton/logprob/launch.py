@@ -1,15 +1,17 @@
 """logprob@1 on Triton: one read of the logits forward, one read and one write back.
 
-Two launches forward, one back. What depends on a call's shape and flags alone is done by `prepare`, once a shape; a
-call then allocates, launches and builds its result. Where no gradient is wanted there is no autograd node.
+Two launches forward, one back; with several ids per row three more forward and two more back. What depends on a
+call's shape and flags alone is done by `prepare`, once a shape; a call then allocates, launches and builds its result.
+Where no gradient is wanted there is no autograd node.
 
-Legend: N rows · V vocabulary · P parts of a row.
+Legend: N rows · V vocabulary · K listed ids of a row · P parts of a row.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +19,11 @@ from torch import Tensor
 from rlkernel_common.row_selection import check_values
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
 from rlkernel_core.spec.form import filled
+from rlkernel_core.spec.listed_ids import ids_per_row
 from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
 from rlkernel_triton.common.language import triton
+from rlkernel_triton.common.listed_ids import ENTRIES, WARPS
+from rlkernel_triton.common.listed_rows import Listed, ListedRows
 from rlkernel_triton.common.merge_softmax import SAVED_PLANES
 from rlkernel_triton.common.row_layout import RowLayout, is_per_row, layout_of, per_row, rows_of
 from rlkernel_triton.common.softmax import PLANES
@@ -38,7 +43,7 @@ def prepare(call: LogprobCall) -> Callable[[LogprobCall], LogprobResult]:
     """What runs calls of this shape. The operator's contract is `rlkernel_core.spec.logprob.LogprobCall`.
 
     Memory beyond results and gradient: 16 bytes (32 with a support) per row and 32768 columns, 24 per row; a bit per
-    logit with a support; with top_logprobs some blocks of 64 MiB.
+    logit with a support; with top_logprobs some blocks of 64 MiB; 8 bytes per listed id.
     """
     if gradient_wanted("logprob", call):
         return LogprobPair(call)
@@ -57,24 +62,31 @@ class LogprobPair(Pair[LogprobCall, LogprobResult]):
         self._host = _Host(call, keep=True)
 
     def forward(self, call: LogprobCall) -> tuple[LogprobResult, Saved]:
-        """Two launches."""
-        result, saved, kept = self._host.forward(call)
+        """Two launches, or five."""
+        result, saved, kept, many = self._host.forward(call)
         T = call.temperature if isinstance(call.temperature, Tensor) else None
-        return result, (call.logits, call.ids, T, call.mask, result.invalid, saved, *(kept or (None, None)))
+        ids, invalid, y = (None, result.invalid, None) if many is None else many
+        return result, (call.logits, call.ids, T, call.mask, invalid, saved, *(kept or (None, None)), ids, y)
 
     def backward(self, saved: Saved, grads: Saved) -> Saved:
-        """One launch."""
-        logits, ids, T, mask, invalid, of_rows, *bits = saved
-        return (self._host.backward(logits, ids, T, mask, invalid, of_rows, bits, grads),)  # type: ignore[arg-type]
+        """One launch, or three."""
+        logits, ids, T, mask, invalid, of_rows, *bits, chosen, y = saved
+        return (self._host.backward(logits, ids, T, mask, invalid, of_rows, bits, chosen, y, grads),)  # type: ignore[arg-type]
 
     @classmethod
     def saved_like(cls, call: LogprobCall, result: LogprobResult, wanted: tuple[bool, ...]) -> Saved:
-        """Arguments, the rows that are invalid, 6 N numbers, and with a support the bits of the kept ids."""
+        """Arguments, invalid rows, 6 N numbers, bits of kept ids, and of listed ids those chosen and the logits."""
         del wanted
-        (B, *rest), T = call.ids.shape or (1,), call.temperature
+        rows, T, K = call.logits.shape[:-1], call.temperature, ids_per_row(call.ids, call.logits)
+        B, *rest = rows or (1,)
         of_rows = call.logits.new_empty((SAVED_PLANES * B, *rest), dtype=torch.float32)
         kept = (None, None) if call.support is None else bitmask_like(call.support, call.logits.shape[-1])
-        return call.logits, call.ids, T if isinstance(T, Tensor) else None, call.mask, result.invalid, of_rows, *kept
+        invalid = result.invalid
+        many: Saved = (None, None)
+        if K is not None:
+            N, new = math.prod(rows), call.ids.new_empty
+            invalid, many = new(rows, dtype=torch.bool), (new(N, dtype=torch.int64), of_rows.new_empty((N, K)))
+        return call.logits, call.ids, T if isinstance(T, Tensor) else None, call.mask, invalid, of_rows, *kept, *many
 
 
 class _Host:
@@ -83,10 +95,11 @@ class _Host:
     def __init__(self, call: LogprobCall, *, keep: bool) -> None:
         V, supported, device = call.logits.shape[-1], call.support is not None, call.logits.device
         T = None if isinstance(call.temperature, Tensor) else float(call.temperature)
+        self._shape = call.logits.shape[:-1]
         self._rows = rows = RowShape(
-            call.ids.numel(), V, T, call.softcap, call.mask is not None, -(-V // 32) * 4 if supported else None
+            self._shape.numel(), V, T, call.softcap, call.mask is not None, -(-V // 32) * 4 if supported else None
         )
-        self._shape, self._device, self._keep = call.ids.shape, device, keep
+        self._device, self._keep = device, keep
         self._n, self._validate = call.top_logprobs, call.validate
         launcher, (layout, self._copied) = launcher_for(device), layout_of(call.logits)
         self._partial = PartialSoftmax(launcher, rows, layout, moment=call.entropy)
@@ -98,39 +111,59 @@ class _Host:
         self._ids_as_they_are = call.ids.is_contiguous()
         self._mask_as_it_is = call.mask is None or call.mask.is_contiguous()
         self._T_as_it_is = T is not None or is_per_row(call.temperature, self._shape)
+        K = ids_per_row(call.ids, call.logits)
+        self._several = None if K is None else SeveralIds(launcher, rows, layout, K)
 
-    def forward(self, call: LogprobCall) -> tuple[LogprobResult, Tensor, SupportBitmask | None]:
-        """The result, and what the gradient needs of the rows and of the kept ids."""
+    def forward(self, call: LogprobCall) -> tuple[LogprobResult, Tensor, SupportBitmask | None, Several | None]:
+        """The result, and what the gradient needs of the rows, of the kept ids and of the listed ones."""
         if self._validate:
-            check_values(call.ids, call.mask, self._rows.V, call.temperature, call.support)
+            check_values(call)
         T = call.temperature if self._rows.T is None else None
         kept = None if call.support is None else support_bitmask(call.support, self._rows.V)
         of = self._read(call.ids, T, call.mask, kept)  # type: ignore[arg-type]  # a tensor where there is no number
+        several, ids, y, logits = self._several, of.ids, None, self._lying(call.logits)
+        if several is not None:
+            y = several.logits(logits, of)
+            of = of._replace(ids=several.rows.chosen(ids, of.mask, y))
         if self._keep:
             parts, saved = torch.empty(self._room[0], dtype=torch.float32, device=self._device), None
         else:
             room = torch.empty(sum(self._room), dtype=torch.float32, device=self._device)
             parts, saved = room.unsafe_split_with_sizes(self._room)
-        self._partial(self._lying(call.logits), of, parts)
+        self._partial(logits, of, parts)
         row = self._merge(parts, of, saved)
+        values, invalid, many = row.logprob, row.invalid, None
+        if several is not None and y is not None:
+            values, invalid = several.rows.results(ids, of, y, row, call.ids.shape)
+            many = Several(of.ids, row.invalid, y)
         best, of_best, n = None, None, self._n
         if n:
             best, of_best = _top_logprobs(call.logits.detach(), n, self._rows, of)
             best, of_best = best.view(*self._shape, n), of_best.view(*self._shape, n)
         result = filled(
-            LogprobResult, logprob=row[0], lse=row[1], entropy=row[2], top_ids=best, top_logprobs=of_best,
-            log_kept_mass=row[3], invalid=row[4],
+            LogprobResult, logprob=values, lse=row[1], entropy=row[2], top_ids=best, top_logprobs=of_best,
+            log_kept_mass=row[3], invalid=invalid,
         )  # fmt: skip
-        return result, row.saved, kept
+        return result, row.saved, kept, many
 
     def backward(
         self, logits: Tensor, ids: Tensor, T: Tensor | None, mask: Tensor | None, invalid: Tensor, saved: Tensor,
-        bits: list[Tensor | None], grads: Saved,
+        bits: list[Tensor | None], chosen: Tensor | None, y: Tensor | None, grads: Saved,
     ) -> Tensor:  # fmt: skip
         """The gradient of the logits."""
         kept = None if self._rows.kept_row_bytes is None else SupportBitmask(*bits)  # type: ignore[arg-type]
         out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        self._backward(self._lying(logits), self._read(ids, T, mask, kept), invalid, saved, grads, out)
+        of, several = self._read(ids, T, mask, kept), self._several
+        if several is None or chosen is None or y is None:
+            self._backward(self._lying(logits), of, invalid, saved, grads, out)
+            return out
+        listed, of = Listed(of.ids, y), of._replace(ids=chosen)
+        found = several.rows.gradient(listed, of, saved, grads)
+        if found is None:
+            self._backward(self._lying(logits), of, invalid, saved, grads, out)
+            return out
+        self._backward(self._lying(logits), of, invalid, saved, (found.sums, *grads[1:]), out)
+        several.rows.putting(listed, found, (chosen, chosen), of.mask)(out, self._rows.N, 0, 0, self._rows.V)
         return out
 
     def _lying(self, logits: Tensor) -> Tensor:
@@ -146,6 +179,33 @@ class _Host:
         if not self._T_as_it_is:
             T = per_row(T, self._shape)  # type: ignore[arg-type,assignment]  # a tensor, as it was
         return RowTensors(ids, T, mask, kept)
+
+
+class Several(NamedTuple):
+    """What the gradient needs of rows that list several ids."""
+
+    chosen: Tensor  # [N] int64
+    invalid: Tensor  # N bool: rows without a chosen id
+    y: Tensor  # [N, K] fp32
+
+
+class SeveralIds:
+    """The launch that reads the logits of listed ids, beside those for logits of any origin."""
+
+    def __init__(self, launcher: Launcher, rows: RowShape, layout: RowLayout, K: int) -> None:
+        self.rows = ListedRows(launcher, rows, K, rows.V)
+        self._size, self._grid = (rows.N, K), (rows.N, 1, 1)
+        self._launch = launcher.bind(
+            kernels.listed_logits, num_warps=WARPS, **layout._asdict(), softcap=rows.softcap or 0.0, V=rows.V, K=K,
+            HAS_MASK=rows.masked, HAS_CAP=rows.softcap is not None, ENTRIES=ENTRIES,
+        )  # fmt: skip
+
+    def logits(self, logits: Tensor, of: RowTensors) -> Tensor:
+        """[N, K] fp32 logits under the cap, of which those of masked rows are not written."""
+        y = torch.empty(self._size, dtype=torch.float32, device=logits.device)
+        if self._grid[0]:
+            self._launch(self._grid, logits, of.ids, of.mask_or_any, y)
+        return y
 
 
 class PartialSoftmax:

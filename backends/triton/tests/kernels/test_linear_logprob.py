@@ -21,6 +21,10 @@ def head(N, D, V, device, dtype=torch.float32, *, bias=False, seed=0):
     return [None if x is None else x.to(device, dtype) for x in (hidden, weight, b)], ids
 
 
+def weights(x):
+    return torch.linspace(-1, 1, x.numel(), device=x.device, dtype=x.dtype).view(x.shape)
+
+
 def called(run, operands, ids, frozen=(), **options):
     """Result and gradients, for upstream gradients that differ by row and result."""
     leaves = [None if x is None else x.detach().clone() for x in operands]
@@ -29,8 +33,7 @@ def called(run, operands, ids, frozen=(), **options):
             leaf.requires_grad_()
     out = run(leaves[0], leaves[1], ids, bias=leaves[2], **options)
     found = [getattr(out, n) for n in RESULTS if getattr(out, n) is not None]
-    weights = torch.linspace(-1, 1, ids.numel(), device=ids.device).view(ids.shape)
-    sum((x.nan_to_num() * weights.to(x.dtype) * (i + 1)).sum() for i, x in enumerate(found)).backward()
+    sum((x.nan_to_num() * weights(x) * (i + 1)).sum() for i, x in enumerate(found)).backward()
     return out, [None if x is None else x.grad for x in leaves]
 
 
@@ -113,3 +116,37 @@ def test_as_many_rows_and_logits_as_there_are(device, backward) -> None:
     assert torch.equal(found[0][0], found[1][0])
     for a, b in zip(*(f[1:] for f in found), strict=True):
         assert float((a.double() - b.double()).norm()) <= 3.5e-3 * float(b.double().norm())
+
+
+@pytest.mark.parametrize(
+    ("K", "backward", "blocks"),
+    [(3, "save", (16384, 4096)), (65, "recompute", (16384, 4096)), (2, "recompute", (16, 128))],
+)
+def test_several_ids_of_a_row_are_those_of_plain_torch(device, monkeypatch, K, backward, blocks) -> None:
+    """Repeated and absent ids, ids out of range and masked rows; in several blocks of rows and columns too."""
+    monkeypatch.setattr(head_workspace, "BLOCKS", (blocks,))
+    operands, _ = head(22, 24, 700, device, bias=True)
+    ids = torch.randint(0, 700, (22, K), generator=torch.Generator().manual_seed(1)).to(device)
+    ids[1, K // 2], ids[2, -1], ids[3] = -1, 700, ids[3, :1]
+    options = {
+        "temperature": 0.7,
+        "softcap": 15.0,
+        "logit_scale": 0.5,
+        "mask": torch.arange(22, device=device) % 4 != 0,
+    }
+    out, _ = agree(operands, ids, entropy=True, backward=backward, **options)
+    assert (out.logprob.shape, out.lse.shape) == ((22, K), (22,))
+
+
+def test_one_id_in_a_list_has_the_bits_of_that_id_alone(device) -> None:
+    (hidden, weight, _), ids = head(5, 16, 1300, device)
+    assert torch.equal(
+        rlk.linear_logprob(hidden, weight, ids[:, None]).logprob[:, 0], rlk.linear_logprob(hidden, weight, ids).logprob
+    )
+
+
+def test_lists_of_batches_that_lie_anyhow(device) -> None:
+    (hidden, weight, _), _ = head(12, 16, 300, device)
+    ids = torch.randint(0, 300, (4, 3, 7), generator=torch.Generator().manual_seed(2)).to(device)
+    agree([hidden.view(3, 4, 16).transpose(0, 1)[:, :2], weight, None], ids[:, :2, ::2].int())
+    agree([hidden[0], weight, None], ids[0, 0])

@@ -21,8 +21,11 @@ def rows(N, V, device, dtype=torch.float32, seed=0):
 def total(out):
     """A sum with another weight for every result."""
     found = [getattr(out, n) for n in RESULTS if getattr(out, n) is not None]
-    weights = torch.linspace(-1, 1, found[0].numel(), device=found[0].device).view(found[0].shape)
-    return sum((x.nan_to_num() * weights.to(x.dtype) * (i + 1)).sum() for i, x in enumerate(found))
+    return sum((x.nan_to_num() * weights(x) * (i + 1)).sum() for i, x in enumerate(found))
+
+
+def weights(x):
+    return torch.linspace(-1, 1, x.numel(), device=x.device, dtype=x.dtype).view(x.shape)
 
 
 def agree(x, ids, **options):
@@ -110,6 +113,36 @@ def test_the_best_come_first_and_ties_go_to_the_lowest_id(device) -> None:
     want = definition(x.double(), ids, top_logprobs=9, mask=mask, temperature=0.7)
     assert out.top_ids.tolist() == want.top_ids.tolist()
     torch.testing.assert_close(out.top_logprobs.double(), want.top_logprobs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("K", [1, 3, 65])
+def test_several_ids_of_a_row_are_those_of_plain_torch(device, K) -> None:
+    """Repeated and absent ids, ids out of range, and masked rows, with every option that goes with a list."""
+    x, _ = rows(5, 2100, device)
+    ids = torch.randint(0, 2100, (5, K), generator=torch.Generator().manual_seed(1)).to(device)
+    ids[1, K // 2], ids[2, -1], ids[3] = -1, 2100, ids[3, :1]
+    x[4, ids[4, 0]] += 30.0
+    mask = torch.tensor([False, True, True, True, True], device=device)
+    T = torch.tensor([0.5, 0.7, 1.0, 1.3, 1.0], device=device)
+    out, _ = agree(x, ids, entropy=True, temperature=T, softcap=40.0, mask=mask)
+    assert (out.logprob.shape, out.lse.shape) == ((5, K), (5,))
+
+
+def test_one_id_in_a_list_has_the_bits_of_that_id_alone(device) -> None:
+    x, ids = rows(6, 3000, device)
+    one, alone = (x.clone().requires_grad_() for _ in range(2))
+    first, second = rlk.logprob(one, ids[:, None]), rlk.logprob(alone, ids)
+    assert torch.equal(first.logprob[:, 0], second.logprob)
+    first.logprob.sum().backward()
+    second.logprob.sum().backward()
+    assert torch.equal(one.grad, alone.grad)
+
+
+def test_lists_of_batches_that_lie_anyhow(device) -> None:
+    x, _ = rows(12, 900, device)
+    ids = torch.randint(0, 900, (4, 3, 7), generator=torch.Generator().manual_seed(2)).to(device)
+    agree(x.view(3, 4, 900).transpose(0, 1)[:, :2], ids[:, :2, ::2].int())
+    agree(x[0], ids[0, 0])
 
 
 def test_a_second_derivative_is_refused(device) -> None:

@@ -33,12 +33,24 @@ def run(shard, group, device):
     sum((getattr(out, n).nan_to_num() * weights * (i + 1)).sum() for i, n in enumerate(RESULTS)).backward()
     found = {n: getattr(out, n).detach().nan_to_num(nan=7e7) for n in RESULTS}
     found |= {"invalid": out.invalid, "dX": h.grad, "dW": w.grad}
+    found |= listed(hidden.detach(), weight.detach(), ids, group, mask)
     h, w = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     options = {"mask": mask, "temperature": 0.7, "aggregate": "token_mean"}
     call = LinearPolicyLossCall(h, w, ids.clamp_max(259), None, weights, group=group, **options)
     loss = linear_policy_loss(call).loss
     loss.backward()
     return {n: x.detach().cpu() for n, x in {**found, "loss": loss, "loss dX": h.grad, "loss dW": w.grad}.items()}
+
+
+def listed(hidden, weight, ids, group, mask):
+    """The same of three ids of each row: one is -1 in some, and one out of range; a repeated one."""
+    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    lists = torch.stack((ids, (ids + 100) % 270 - 1, ids), -1)
+    out = linear_logprob(LinearLogprobCall(h, w, lists, group=group, mask=mask, softcap=8.0, temperature=0.7))
+    weights = torch.linspace(-1, 1, lists.numel(), device=h.device).view(lists.shape)
+    ((out.logprob.nan_to_num() * weights).sum() + out.lse.sum()).backward()
+    value = out.logprob.detach().nan_to_num(nan=7e7)
+    return {"listed": value, "listed invalid": out.invalid, "listed dX": h.grad, "listed dW": w.grad}
 
 
 def rank(index, world, folder, device):
@@ -83,7 +95,7 @@ def same(found, first, name) -> bool:
 
 def test_shards_equal_the_whole(ranks, device) -> None:
     want, got = run(slice(None), None, device), dict(ranks[0]["shard"])
-    got |= {name: torch.cat([f["shard"][name] for f in ranks]) for name in ("dW", "loss dW")}
+    got |= {name: torch.cat([f["shard"][name] for f in ranks]) for name in ("dW", "loss dW", "listed dW")}
     for name in (n for n in want if n != "invalid"):
         torch.testing.assert_close(got[name], want[name], atol=1e-5, rtol=1e-5)
 

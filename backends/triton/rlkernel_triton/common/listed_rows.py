@@ -1,0 +1,133 @@
+"""Several ids of each row: the launches that both operators share, bound for calls of one shape.
+
+Legend: N rows · K listed ids of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel_triton.common import listed_ids as kernels
+from rlkernel_triton.common.softmax_rows import RowShape, RowTensors, SoftmaxStats
+from rlkernel_triton.launchers import Launch, Launcher
+
+
+class Listed(NamedTuple):
+    """What the gradient needs of the listed ids."""
+
+    ids: Tensor  # N * K, contiguous; counted from a shard's first where the vocabulary is split
+    y: Tensor  # [N, K] fp32 logits under the cap
+
+
+class ListedGradient(NamedTuple):
+    """Gradients that belong to listed ids."""
+
+    sums: Tensor  # [N] of those that arrive at a row's listed ids
+    values: Tensor  # [N, K] of the logits
+
+
+# Writes to a block [n, width] of a gradient: of how many rows, from which place of their order and which column on.
+Put = Callable[[Tensor, int, int, int, int], None]
+
+
+class ListedRows:
+    """Calls of one shape.
+
+    Args:
+        launcher: what binds the kernels.
+        rows: of the call; its masked rows are known by a mask, or by an order.
+        K: listed ids of a row.
+        whole: size of the whole vocabulary.
+        sharded: the vocabulary is split, and ids are counted from a shard's first on the way back.
+        ordered: masked rows stand last in an order, see `putting`.
+        scale: factor of the logits.
+    """
+
+    def __init__(
+        self, launcher: Launcher, rows: RowShape, K: int, whole: int, *, sharded: bool = False, ordered: bool = False,
+        scale: float = 1.0,
+    ) -> None:  # fmt: skip
+        self._launcher, self._N, self.K, self._grid = launcher, rows.N, K, (rows.N, 1, 1)
+        self._sizes = {"N": rows.N, "K": K, "whole": whole, "ENTRIES": kernels.ENTRIES}
+        T = {name: x for name, x in rows.fixed.items() if name != "SUPPORT"}
+        masked = rows.masked
+        self._choose = self._bind(kernels.choose_listed, **self._sizes, HAS_MASK=masked)
+        self._logprobs = self._bind(kernels.listed_logprobs, **self._sizes, **T, HAS_MASK=masked)
+        self._back: dict[str, Any] = {
+            **self._sizes, **T, "HAS_MASK": masked and not ordered, "logit_scale": scale, "SHARDED": sharded,
+            "softcap": rows.softcap or 0.0, "HAS_CAP": rows.softcap is not None,
+        }  # fmt: skip
+        self._gradients: dict[tuple[bool, bool], Launch] = {}
+        put = {name: x for name, x in self._sizes.items() if name != "N"}
+        self._put = self._bind(
+            kernels.put_listed, **put, HAS_MASK=masked and not ordered, HAS_INDEX=masked and ordered, SHARDED=sharded
+        )
+
+    def _bind(self, kernel: Any, **fixed: Any) -> Launch:
+        return self._launcher.bind(kernel, num_warps=kernels.WARPS, **fixed)
+
+    def chosen(self, ids: Tensor, mask: Tensor | None, y: Tensor) -> Tensor:
+        """[N] the id of each row with the largest logit; -1: none."""
+        found = torch.empty(self._N, dtype=torch.int64, device=y.device)
+        if self._N:
+            self._choose(self._grid, ids, ids if mask is None else mask, y, found)
+        return found
+
+    def results(
+        self, ids: Tensor, of: RowTensors, y: Tensor, row: SoftmaxStats, shape: torch.Size
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Log-probabilities and whether ids are invalid, of a shape [..., K]; `of` has the chosen ids."""
+        logprob = torch.empty(shape, dtype=torch.float32, device=y.device)
+        invalid = torch.empty(shape, dtype=torch.bool, device=y.device)
+        if self._N:
+            self._logprobs(
+                self._grid, ids, of.mask_or_any, *of.temperatures, of.ids, y, row.logprob, row.saved, logprob,
+                invalid.view(torch.int8),
+            )  # fmt: skip
+        return logprob, invalid
+
+    def gradient(
+        self, listed: Listed, of: RowTensors, saved: Tensor, upstream: tuple[Tensor | None, ...]
+    ) -> ListedGradient | None:  # fmt: skip
+        """What replaces the gradient of the results, and is put at the listed ids; None where none arrives."""
+        g, g_lse, g_entropy, *_ = upstream
+        if g is None or not self._N:
+            return None
+        arriving = g_lse is not None, g_entropy is not None
+        launch = self._gradients.get(arriving)
+        if launch is None:
+            asked = ("g", *[name for name, there in zip(("g_lse", "g_entropy"), arriving, strict=True) if there])
+            flags = dict(zip(("G_LSE", "G_ENTROPY"), arriving, strict=True))
+            launch = self._gradients[arriving] = self._bind(
+                kernels.listed_gradient, any_alignment=asked, **self._back, **flags
+            )
+        sums, values = torch.empty(
+            self._N * (1 + self.K), dtype=torch.float32, device=saved.device
+        ).unsafe_split_with_sizes((self._N, self._N * self.K))  # fmt: skip
+        launch(
+            self._grid, listed.ids, of.mask_or_any, *of.temperatures, of.ids, listed.y, saved, g.contiguous(),
+            *[saved if x is None else x.contiguous() for x in (g_lse, g_entropy)], sums, values,
+        )  # fmt: skip
+        return ListedGradient(sums, values)
+
+    def putting(
+        self, listed: Listed, found: ListedGradient, order: tuple[Tensor, Tensor], mask: Tensor | None = None
+    ) -> Put:  # fmt: skip
+        """What writes values at the listed ids among the columns of a block.
+
+        Args:
+            listed: the ids.
+            found: their values.
+            order: index and count of the rows where masked ones stand last; anything where there is no order.
+            mask: [N] where there is one and no order.
+        """
+        rows = (listed.ids, listed.ids if mask is None else mask, *order, found.values)
+
+        def put(out: Tensor, n: int, first: int, start: int, width: int) -> None:
+            self._put((n, 1, 1), *rows, out, first, start, width)
+
+        return put

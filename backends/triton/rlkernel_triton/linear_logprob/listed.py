@@ -1,0 +1,76 @@
+"""Several ids of each row: the launch that multiplies hidden states with the listed rows of the head.
+
+Legend: N rows · D hidden · V vocabulary, or this rank's shard · K listed ids of a row.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlkernel_core.spec.linear_logprob import LinearLogprobCall
+from rlkernel_triton.common.language import triton
+from rlkernel_triton.common.listed_rows import ListedRows
+from rlkernel_triton.common.row_layout import layout_of
+from rlkernel_triton.common.softmax_rows import RowShape
+from rlkernel_triton.launchers import Launcher
+from rlkernel_triton.linear_logprob import kernels
+
+BLOCK: Final = 16  # listed ids of a program
+BK: Final = 128  # numbers of hidden that it takes at a time
+WARPS: Final = 4
+NO_ID: Final = -(1 << 62)  # among ids counted from a shard's first: below any that another rank has
+
+
+class Several(NamedTuple):
+    """What the gradient needs of rows that list several ids."""
+
+    ids: Tensor  # N * K, as given, or counted from this shard's first; NO_ID where there is none
+    chosen: Tensor  # [N] int64, counted alike
+    invalid: Tensor  # N bool: rows without a chosen id
+    y: Tensor  # [N, K] fp32 logits under the cap
+
+
+class SeveralIds:
+    """Calls of one shape: the logits of listed ids, and the launches for logits of any origin."""
+
+    def __init__(self, launcher: Launcher, call: LinearLogprobCall, rows: RowShape, K: int, whole: int) -> None:
+        (V, D), self._group, scale = call.weight.shape, call.group, float(call.logit_scale)
+        self.rows = ListedRows(
+            launcher, rows, K, whole, sharded=call.group is not None, ordered=rows.masked, scale=scale
+        )
+        layout, self._copied = layout_of(call.hidden)
+        self._size, self._grid = (rows.N, K), (rows.N, triton.cdiv(K, BLOCK), 1)
+        self._launch = launcher.bind(
+            kernels.head_listed_logits, num_warps=WARPS, **layout._asdict(), K=K, D=D, V=V, scale=scale,
+            head_stride=call.weight.stride(0), head_step=call.weight.stride(1), softcap=rows.softcap or 0.0,
+            HAS_BIAS=call.bias is not None, HAS_MASK=rows.masked, HAS_CAP=rows.softcap is not None, BLOCK=BLOCK, BK=BK,
+        )  # fmt: skip
+
+    def local(self, ids: Tensor, offset: Tensor | int | None) -> Tensor:
+        """Ids counted from this shard's first."""
+        return ids if offset is None else torch.where(ids >= 0, ids - offset, NO_ID)
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, mask: Tensor | None) -> Tensor:
+        """[N, K] fp32 logits under the cap, of which those of masked rows are not written.
+
+        Args:
+            hidden: [..., D].
+            weight: [V, D].
+            bias: [V] contiguous.
+            ids: N * K, contiguous, as `local` has them.
+            mask: [N].
+        """
+        y = torch.empty(self._size, dtype=torch.float32, device=hidden.device)
+        if self._grid[0]:
+            x = hidden.clone(memory_format=torch.contiguous_format) if self._copied else hidden
+            none = ids
+            self._launch(
+                self._grid, x, weight, none if bias is None else bias, ids, none if mask is None else mask, y
+            )  # fmt: skip
+        if self._group is not None:
+            dist.all_reduce(y, group=self._group)  # each id lies on one rank, and is 0 on the others
+        return y

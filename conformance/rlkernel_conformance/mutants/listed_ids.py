@@ -1,0 +1,97 @@
+"""Planted bugs in what logprob@1 and linear_logprob@1 do with several ids per row."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from rlkernel_conformance.mutants import plant
+from rlkernel_conformance.mutants.bug import Bug, How, Run
+from rlkernel_core.spec.logprob import LogprobResult
+
+
+def several(call: Any) -> bool:
+    """Whether a call lists several ids per row."""
+    rows = call.logits if hasattr(call, "logits") else call.hidden
+    return bool(call.ids.dim() == rows.dim())
+
+
+def in_lists(how: How) -> How:
+    """A bug in calls that list several ids per row."""
+    return plant.where(several, how)
+
+
+def naive_difference(_: Any, out: LogprobResult) -> Tensor:
+    lse = out.lse[..., None]  # type: ignore[index]  # plain torch has it
+    return (out.logprob + lse) - lse
+
+
+def first_of_list(_: Any, out: LogprobResult) -> Tensor:
+    first = out.logprob[..., :1].detach()
+    return out.logprob + (first.expand_as(out.logprob) - out.logprob.detach()).nan_to_num()
+
+
+def repeated(ids: Tensor) -> Tensor:
+    """Ids that stand further left in their row too."""
+    same = ids[..., :, None] == ids[..., None, :]
+    return same.tril(-1).any(-1)
+
+
+def repeats_get_no_gradient(call: Any, out: LogprobResult) -> Tensor:
+    return torch.where(repeated(call.ids), out.logprob.detach(), out.logprob)
+
+
+def gradient_of_the_first(_: Any, out: LogprobResult) -> Tensor:
+    return torch.cat((out.logprob[..., :1], out.logprob[..., 1:].detach()), -1)
+
+
+def padding_from_the_end(right: Run, call: Any) -> LogprobResult:
+    V = (call.logits if hasattr(call, "logits") else call.weight).shape[-1 if hasattr(call, "logits") else 0]
+    return right(replace(call, ids=torch.where(call.ids == -1, V - 1, call.ids)))
+
+
+def spoiled_row(_: Any, out: LogprobResult) -> Tensor:
+    return torch.where(out.invalid.any(-1, keepdim=True), torch.nan, out.logprob)  # type: ignore[union-attr]
+
+
+def flagged_row(_: Any, out: LogprobResult) -> Tensor:
+    return out.invalid.any(-1, keepdim=True).expand_as(out.invalid)  # type: ignore[union-attr,arg-type]
+
+
+def padding_takes_a_gradient(call: Any, out: LogprobResult) -> Tensor:
+    operand = call.logits if hasattr(call, "logits") else call.hidden
+    total = 0.0 * operand.nan_to_num().sum(-1, keepdim=True).to(out.logprob.dtype)
+    return torch.where(call.ids == -1, out.logprob + total, out.logprob)
+
+
+def bugs(value: str, gradient: str, absent: str) -> dict[str, Bug]:
+    """Bugs by name, in the clauses of one of the operators: on values, on gradients, and on absent ids."""
+
+    def returned(clause: str, wrong: str, **fields: Any) -> Bug:
+        return Bug(clause, wrong, in_lists(plant.returns(**fields)))
+
+    return {
+        "lists_by_difference": returned(
+            value, "z - lse for listed ids, which rounds to 0 on confident rows", logprob=naive_difference
+        ),
+        "first_of_list": returned(value, "the first id of a list for all of it", logprob=first_of_list),
+        "repeats_get_no_gradient": returned(
+            gradient, "a store for each listed id: of a repeated one the last wins", logprob=repeats_get_no_gradient
+        ),
+        "gradient_of_the_first": returned(
+            gradient, "gradients of the first listed id alone", logprob=gradient_of_the_first
+        ),
+        "padding_from_the_end": Bug(absent, "-1 read as the last of the vocabulary", in_lists(padding_from_the_end)),
+        "spoiled_row": returned(absent, "one id out of range spoils its row", logprob=spoiled_row),
+        "flagged_row": returned(absent, "one flag for all ids of a row", invalid=flagged_row),
+        "padding_takes_a_gradient": returned(
+            absent, "padding multiplied by 0, so that NaN comes through", logprob=padding_takes_a_gradient
+        ),
+    }
+
+
+OF_LOGITS: Final = bugs("LP-28", "LP-29", "LP-30")
+OF_A_HEAD: Final = bugs("LL-33", "LL-34", "LL-35")
