@@ -1,6 +1,7 @@
-"""cuBLASLt's fp8 products, through torch, as a backend of its own: it runs where a policy names it, never by itself.
+"""cuBLASLt as a backend of its own: it runs where a policy names it, never by itself.
 
-Fp8 weights with tokens that the format quantizes too. Claims only: importing this loads no torch.
+Fp8 products of weights with tokens that the format quantizes too, through torch; and `linear`, without a workspace and
+so without split sums. Claims only: importing this loads no torch.
 """
 
 from __future__ import annotations
@@ -24,6 +25,15 @@ backend = Backend(
             supports=FEATURES,
             prepared=True,
             check="rlkernel_cuda.cublaslt.qmatmul:fits",
+        ),
+        Impl(
+            op=OPERATORS["linear"].id,
+            target="rlkernel_cuda.cublaslt.linear:prepare",
+            requires=Requires(device="cuda", dtypes=("bfloat16", "float16"), arch=("sm90",), packages=("torch>=2.10",)),
+            supports=OPERATORS["linear"].feature_names - {"group"},
+            prepared=True,
+            gradient="rlkernel_cuda.cublaslt.linear:CublasltPair",
+            sums="cublaslt/unsplit/f32",
         ),
     ),
 )

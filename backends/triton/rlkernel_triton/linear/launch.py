@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +48,22 @@ def prepare(call: LinearCall) -> Callable[[LinearCall], Tensor]:
     return _Host(call).forward
 
 
+class Products(Protocol):
+    """The products of calls of one shape: the result, and from g, its gradient, those of the operands."""
+
+    def forward(self, call: LinearCall) -> Tensor:
+        """The result."""
+
+    def of_x(self, g: Tensor, weight: Tensor) -> Tensor:
+        """The gradient of x."""
+
+    def of_weight(self, g: Tensor, x: Tensor) -> Tensor:
+        """The gradient of the weight."""
+
+    def of_bias(self, g: Tensor) -> Tensor:
+        """The gradient of the bias."""
+
+
 class LinearPair(Pair[LinearCall, Tensor]):
     """The product, and its gradients."""
 
@@ -56,7 +72,12 @@ class LinearPair(Pair[LinearCall, Tensor]):
     def __init__(self, call: LinearCall) -> None:
         """Bind the launches of calls of this shape."""
         super().__init__(call)
-        self._host = _Host(call)
+        self._host = self.products(call)
+
+    @staticmethod
+    def products(call: LinearCall) -> Products:
+        """What multiplies for calls of this shape."""
+        return _Host(call)
 
     def forward(self, call: LinearCall) -> tuple[Tensor, Saved]:
         """The result; x is saved for the weight's gradient, the weight for that of x."""
@@ -145,9 +166,8 @@ class _Host:
         return d_weight
 
     def of_bias(self, g: Tensor) -> Tensor:
-        """The gradient of the bias. The order in which torch sums rows depends on how many columns there are."""
-        chunks = g.reshape(-1, self._N).chunk(self._chunks, 1)
-        return torch.cat([some.contiguous().sum(0, dtype=torch.float32) for some in chunks]).to(g.dtype)
+        """The gradient of the bias."""
+        return gradient_of_bias(g, self._N, self._chunks)
 
     def _product(
         self, place: str, like: Tensor, sizes: Sizes, a: tuple[int, int], b: tuple[int, int],
@@ -177,6 +197,12 @@ class _Host:
     def _flat(self, x: Tensor) -> Tensor:
         """A view of x as [M, K]."""
         return x.as_strided((self._M, self._K), self._x)
+
+
+def gradient_of_bias(g: Tensor, N: int, chunks: int = 1) -> Tensor:
+    """[N] sums over rows. The order in which torch adds them depends on how many columns there are."""
+    parts = g.reshape(-1, N).chunk(chunks, 1)
+    return torch.cat([some.contiguous().sum(0, dtype=torch.float32) for some in parts]).to(g.dtype)
 
 
 class Sizes(NamedTuple):
