@@ -140,7 +140,7 @@ class _Host:
             for rows in self._blocks:
                 torch.mul(_product(dz[rows], weight), up[rows], out=flat[rows])
         if of_weight:
-            x = free_rows(hidden.detach()).to(torch.float32) * up
+            x = hidden.detach().reshape(-1, hidden.shape[-1]).to(torch.float32) * up
             x = (x if counted is None else torch.where(counted, x, 0.0)).to(dz.dtype)
             d_weight = torch.empty(weight.shape, dtype=weight.dtype, device=self._device)
             _write_product(d_weight, dz.T, x)

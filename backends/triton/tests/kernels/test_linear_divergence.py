@@ -41,3 +41,18 @@ def test_several_blocks_give_the_results_of_plain_torch(form, backward, dtype, d
     near = {"atol": 1e-5, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-3}
     torch.testing.assert_close(found[0], want[0], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(found[1:], want[1:], **near)
+
+
+def test_rows_that_lie_apart_have_the_gradients_of_rows_together(device) -> None:
+    g = torch.Generator().manual_seed(8)
+    wide = torch.randn(3, 2, 2 * D, generator=g).to(device)
+    weight, teacher = torch.randn(V, D, generator=g).to(device) / 4, torch.randn(2, 3, V, generator=g).to(device)
+
+    def gradients(hidden):
+        leaves = hidden.requires_grad_(), weight.clone().requires_grad_()
+        out = launch.linear_divergence(LinearDivergenceCall(*leaves, teacher, backward="save"))
+        return torch.autograd.grad(out.sum(), leaves)
+
+    apart = wide.transpose(0, 1)[..., :D]
+    for found, want in zip(gradients(apart.detach()), gradients(apart.contiguous()), strict=True):
+        assert torch.equal(found, want)
