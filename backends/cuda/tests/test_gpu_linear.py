@@ -87,6 +87,16 @@ def test_values_and_gradients_match_float64(variant, options, mode) -> None:
         assert (grad.double() - exact[name]).norm() < 2.7e-3 * exact[name].norm(), name
 
 
+@pytest.mark.parametrize("scale", [0.5, 1.0, 2.5])
+def test_a_tile_in_which_no_id_is_left_changes_nothing(variant, scale) -> None:
+    given = case(V=1025, bias=True, logit_scale=scale)  # the last tile has the chosen id alone, and others have none
+    given["bias"][200:1024] = -torch.inf
+    given["ids"] = torch.where(torch.arange(333, device="cuda") % 2 == 0, 1024, given["ids"] % 200)
+    out, right = linear_logprob(**given, entropy=True), reference(**wide(given), entropy=True)
+    for name in ("logprob", "lse", "entropy"):
+        torch.testing.assert_close(getattr(out, name).double(), getattr(right, name), atol=2e-4, rtol=1e-5)
+
+
 def test_a_row_has_the_same_bits_in_any_batch(variant) -> None:
     given = case(N=1000)
     whole = linear_logprob(**given).logprob

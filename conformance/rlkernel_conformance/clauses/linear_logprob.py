@@ -173,6 +173,13 @@ def a_bias_shifts_logits_and_minus_infinity_forbids(subject: Subject, case: Head
         require(not bool(out.logprob.isnan().any()), "a forbidden id gives NaN")
         if out.entropy is not None:
             require(bool(out.entropy.isfinite().all()), f"entropy {out.entropy.tolist()} with forbidden ids")
+    given = replace(case, bias=True, V=1025, temperature=1.0).given(subject)  # tiles of which no id, or one, is left
+    given["bias"][200:1024] = -torch.inf
+    given["ids"] = torch.where(torch.arange(case.N, device=subject.device) % 2 == 0, 1024, given["ids"] % 200)
+    for each in ({}, {"logit_scale": 2.5} if "logit_scale" in subject.claims else {}):
+        call = {**given, **each}
+        want = definition({**call, "bias": call["bias"].nan_to_num(neginf=0.0)}, kept=[[*range(200), 1024]] * case.N)
+        close(subject, "logprob", subject(**call).logprob, want.logprob, case.dtype, scale=2.0)
 
 
 @attack("LL-11", lambda s: heads(s, plainly=True).map(small), scale=0.5)

@@ -49,6 +49,13 @@ def drops_the_tail(right: Run, call: LinearLogprobCall) -> LogprobResult:
     return right(replace(call, bias=torch.where(tail, -torch.inf, bias)))
 
 
+def nan_with_a_forbidden_tile(call: LinearLogprobCall, out: LogprobResult) -> Tensor:
+    if call.bias is None or call.group is not None:
+        return out.logprob
+    tiles = torch.nn.functional.pad(call.bias.detach(), (0, -len(call.bias) % 256), value=-torch.inf).view(-1, 256)
+    return torch.where((tiles == -torch.inf).all(1).any(), torch.nan, out.logprob)
+
+
 def caps_last(right: Run, call: Any) -> Any:
     if call.softcap is None or isinstance(call.temperature, Tensor):
         return right(call)
@@ -110,6 +117,10 @@ BUGS: Final = {
     "caps_last": Bug("LL-09", "softcap after the temperature", caps_last),
     "forbidden_ids_return_under_a_cap": Bug(
         "LL-10", "a finite number for -inf, which a cap brings back", plant.maps(bias=lambda x: x.clamp(min=-1e4))
+    ),
+    "a_tile_of_forbidden_ids_is_nan": Bug(
+        "LL-10", "a tile's largest logit stands for -inf, and its multiple is rounded (our own kernel for Hopper)",
+        plant.returns(logprob=nan_with_a_forbidden_tile),
     ),
     "scale_ignored": Bug(
         "LL-11", "logit_scale accepted and ignored", plant.maps(logit_scale=lambda s: 1.0 if s > 0 else s)

@@ -160,7 +160,8 @@ head(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, unsig
         m1 = fmaxf(m1, __shfl_xor_sync(0xffffffffu, m1, x));
       }
       float e0 = 0.f, e1 = 0.f, w0 = 0.f, w1 = 0.f;
-      const float n0 = -m0 * s0, n1 = -m1 * s1;
+      // Where all are FAR, z would be the rounding error of FAR * s, of either sign.
+      const float n0 = m0 == FAR ? 0.f : -m0 * s0, n1 = m1 == FAR ? 0.f : -m1 * s1;
 #pragma unroll
       for (int j = 0; j < 32; j++)
 #pragma unroll

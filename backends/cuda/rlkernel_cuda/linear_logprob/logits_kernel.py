@@ -155,7 +155,8 @@ def _consume(
             if col0 + BN > V:
                 acc = gl.where((col0 + cols < V)[None, :], acc, FAR)
             m = gl.max(acc, 1)
-            d = acc * s2[:, None] - (m * s2)[:, None]
+            # One fused operation: where all are FAR, it would be the rounding error of FAR * s2, of either sign.
+            d = acc * s2[:, None] - gl.where(m == FAR, 0.0, m * s2)[:, None]
             e = gl.exp2(d)
             gl.store(tops + tn.to(gl.int64) * stride + rows, m, mask=live)
             at = sums + tn.to(gl.int64) * (2 * N) + rows

@@ -64,7 +64,8 @@ def logits_kernel(kind, form, of, rows, ids, into):
     tiles = -(-y.shape[1] // tile.cols)
     y = torch.nn.functional.pad(y, (0, tiles * tile.cols - y.shape[1]), value=FAR).view(worked, tiles, tile.cols)
     m = y.nan_to_num(nan=FAR, posinf=torch.inf, neginf=-torch.inf).amax(2)
-    d = (y - m[..., None]) * s2[..., None]
+    shift = torch.where(m == FAR, 0.0, m * s2)[..., None]
+    d = (y.double() * s2[..., None].double() - shift.double()).float()  # one fused operation
     e = torch.exp2(d)
     tops = into.tops
     tops.as_strided((tiles, worked), (stride, 1), tops.storage_offset()).copy_(m.T)

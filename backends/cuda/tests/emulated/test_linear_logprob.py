@@ -74,6 +74,15 @@ def test_values_and_gradients_match_float64(name, mode) -> None:
     agree(run(linear_logprob, given, backward=mode), run(reference, wide(given)))
 
 
+@pytest.mark.parametrize("scale", [0.5, 1.0, 2.5])
+def test_a_tile_in_which_no_id_is_left_changes_nothing(scale) -> None:
+    given = case(V=513, bias=True, logit_scale=scale)  # the last tile has the chosen id alone
+    given["bias"][10:300] = -torch.inf  # and the first ones some and none
+    given["ids"] = torch.where(torch.arange(21) % 2 == 0, 512, given["ids"] % 6 + 4)
+    given["bias"][256:512] = -torch.inf
+    agree(run(linear_logprob, given), run(reference, wide(given)))
+
+
 def test_every_kind_of_plan_gives_the_same(monkeypatch) -> None:
     for name, value in (("FORWARD_ROWS", 256), ("BLOCK_ROWS", 256), ("SLICE_BYTES", 2 * 256 * 256)):
         monkeypatch.setattr(plan, name, value)  # so that a small batch is cut at all
