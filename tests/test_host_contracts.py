@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from inspect import Parameter, Signature
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from packaging.specifiers import SpecifierSet
 import rlkernel as rlk
 from rlkernel.integrations import Active, active, deepspeed_chat, openrlhf, sglang, torchao, transformers, vllm
 from rlkernel.integrations.host import KEPT
+from rlkernel.integrations.transformers_pages import cache_argument
 from tests.host_contracts import FILE, Wheel, absolute, known, parameters
 
 RECORDED = json.loads(FILE.read_text())
@@ -178,6 +180,20 @@ def test_a_worker_of_openrlhf_keeps_the_replacement(monkeypatch) -> None:
     assert host.log_probs_from_logits(torch.zeros(1, 2), torch.tensor([0])).item() == pytest.approx(-0.6931472)
     KEPT.close()
     assert host.log_probs_from_logits(1, 2, 3) == "theirs"
+
+
+@pytest.mark.parametrize(
+    ("source", "argument"), [("transformers", "cache"), ("transformers==5.15.0", "past_key_values")]
+)
+def test_transformers_is_handed_a_cache_by_the_name_in_its_source(source, argument, monkeypatch) -> None:
+    name = "GenerationMixin.prepare_inputs_for_generation"
+    said = RECORDED[source]["symbols"][f"transformers.generation.utils.{name}"]
+    mixin = type("GenerationMixin", (), {"prepare_inputs_for_generation": lambda: None})
+    takes = Signature([Parameter(n, Parameter.KEYWORD_ONLY) for n in said])
+    monkeypatch.setattr(mixin.prepare_inputs_for_generation, "__signature__", takes, raising=False)
+    module = SimpleNamespace(GenerationMixin=mixin)
+    monkeypatch.setitem(sys.modules, "transformers.generation.utils", module)
+    assert cache_argument() == argument
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -9,7 +9,7 @@ TOOL = runpy.run_path(str(Path(__file__).parents[1] / "tools" / "hosts.py"))
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.test_trl" name="test_a"/>
 <testcase classname="tests.test_trl" name="test_b"><failure/></testcase>
-<testcase classname="tests.test_trl" name="test_c"><skipped/></testcase>
+<testcase classname="tests.test_trl.OfAClass" name="test_c"><skipped/></testcase>
 <testcase classname="tests.test_vllm_engine" name="test_a_request_stops"/>
 <testcase classname="tests.test_agree" name="test_of_no_host"/>
 </testsuite></testsuites>"""

@@ -11,6 +11,7 @@ from torch import Tensor
 import rlkernel as rlk
 from rlkernel.agree.first import first_difference
 from rlkernel.agree.pretrained import Pretrained
+from rlkernel.integrations.transformers_pages import cache_argument
 
 transformers = pytest.importorskip("transformers", exc_type=ImportError)
 
@@ -59,9 +60,9 @@ def whole(model: Any, ids: Tensor = IDS, **more: Any) -> Tensor:
 @torch.no_grad()
 def by_token(model: Any, ids: Tensor = IDS) -> Tensor:
     """A prompt, and then one token a step."""
-    cache = transformers.DynamicCache()
+    cache = {cache_argument(): transformers.DynamicCache()}
     steps = [ids[:, :P], *ids[:, P:].split(1, 1)]
-    return torch.cat([model(input_ids=x, past_key_values=cache, use_cache=True).logits for x in steps], 1)
+    return torch.cat([model(input_ids=x, use_cache=True, **cache).logits for x in steps], 1)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -171,7 +172,7 @@ def test_a_model_that_computes_something_else_is_refused_and_put_back() -> None:
 
 def test_a_cache_that_drops_keys_is_refused() -> None:
     model = decoder("mistral")
-    with rlk.exact(model), pytest.raises(rlk.HostError, match="pass past_key_values=DynamicCache"):
+    with rlk.exact(model), pytest.raises(rlk.HostError, match=f"pass {cache_argument()}=DynamicCache"):
         model.generate(IDS, max_new_tokens=9, do_sample=False, attention_mask=torch.ones_like(IDS))
 
 

@@ -295,6 +295,7 @@ def test_a_model_in_training_is_put_back_into_training() -> None:
     ("more", "argument", "message"),
     [
         ({"num_beams": 4}, "num_beams", "no part of an exact rollout"),
+        ({"cache": object()}, "cache", "pages are the cache"),
         ({"past_key_values": object()}, "past_key_values", "pages are the cache"),
         ({"generation_config": object()}, "generation_config", "Pass max_new_tokens"),
         ({"frequency": 1}, "frequency", "is no argument of generate"),

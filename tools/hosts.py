@@ -65,7 +65,7 @@ def rows(report: str, said: dict[str, str]) -> list[dict[str, Any]]:
     """
     files: dict[str, list[ET.Element]] = {}
     for case in ET.fromstring(report).iter("testcase"):  # noqa: S314 what our own pytest has written
-        files.setdefault(case.attrib["classname"].rpartition(".")[2], []).append(case)
+        files.setdefault(case.attrib["classname"].split(".")[1], []).append(case)
     found = []
     for stem, cases in files.items():
         if stem not in RUNS:

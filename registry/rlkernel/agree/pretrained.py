@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import rlkernel as rlk
+from rlkernel.integrations.transformers_pages import cache_argument
 from rlkernel_core.errors import ConfigError, HostError
 from rlkernel_core.paths import missing
 
@@ -26,7 +27,7 @@ class Pretrained:
     """A causal language model with its own KV cache."""
 
     def __init__(self, name: str, model: Any) -> None:
-        self.name, self.model = name, model.eval()
+        self.name, self.model, self.cache_argument = name, model.eval(), cache_argument()
         head = model.get_output_embeddings()
         self.vocab, self.head, self.bias = head.weight.shape[0], head.weight, getattr(head, "bias", None)
 
@@ -37,8 +38,8 @@ class Pretrained:
     @torch.no_grad()
     def step(self, ids: Tensor, at: int) -> Tensor:  # noqa: ARG002 the cache knows where it is
         """Hidden states [B, D] after one token a sequence."""
-        out = self.model.base_model(input_ids=ids[:, None], past_key_values=self.cache, use_cache=True)
-        self.cache = out.past_key_values
+        out = self.model.base_model(input_ids=ids[:, None], use_cache=True, **{self.cache_argument: self.cache})
+        self.cache = out[self.cache_argument]
         hidden: Tensor = out.last_hidden_state[:, -1]
         return hidden
 

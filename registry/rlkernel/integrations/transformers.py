@@ -32,8 +32,8 @@ _MIXIN: Final = "transformers.generation.utils"
 HOST: Final = Host(
     name="transformers",
     distribution="transformers",
-    versions=">=5.15,<5.24",
-    tested="5.23.0",
+    versions=">=5.15,<5.25",
+    tested="5.24.0",
     does="sample in generate, by custom_generate; logprob as a model's loss function",
     symbols=(
         Symbol(
@@ -117,7 +117,7 @@ class Drawing:
 def _lengths(input_ids: Tensor, mask: Tensor | None) -> Tensor:
     """Tokens of each prompt, [B], without padding; a mask of another form than [B, P] has none."""
     if mask is not None and mask.shape == input_ids.shape:
-        return mask.sum(-1)
+        return (mask != 0).sum(-1)
     return input_ids.new_full((input_ids.shape[0],), input_ids.shape[1])
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from rlkernel.integrations.host import Host, Symbol
+from rlkernel.integrations.transformers_pages import cache_argument
 from rlkernel_core.errors import ArgumentError, HostError
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ NAME: Final = "rlkernel"  # of the attention, in transformers' registry
 HOST: Final = Host(
     name="transformers exact",
     distribution="transformers",
-    versions=">=5.15,<5.24",
-    tested="5.23.0",
+    versions=">=5.15,<5.25",
+    tested="5.24.0",
     does="a decoder whose bits do not depend on the batch: exact(model)",
     symbols=(
         Symbol("transformers.modeling_utils", "AttentionInterface"),
@@ -29,6 +30,7 @@ HOST: Final = Host(
         Symbol("transformers.utils.generic", "GeneralInterface.register"),
         Symbol("transformers.cache_utils", "Cache"),
         Symbol("transformers.cache_utils", "CacheLayerMixin"),
+        Symbol("transformers.generation.utils", "GenerationMixin.prepare_inputs_for_generation"),
         Symbol(
             "transformers.modeling_utils",
             "PreTrainedModel.set_attn_implementation",
@@ -66,7 +68,7 @@ def places(
         HostError: keys of a sliding window alone are kept: their positions, and so the order of sums, would move.
     """
     if kv_offset:
-        raise HostError("a cache that drops keys moves the order of sums; pass past_key_values=DynamicCache()")
+        raise HostError(f"a cache that drops keys moves the order of sums; pass {cache_argument()}=DynamicCache()")
     import torch
 
     T, S, count = q_length, kv_length, batch_size + 1

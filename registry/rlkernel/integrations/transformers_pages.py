@@ -8,11 +8,22 @@ Legend: N pages · G keys of a page · T tokens of a step, of all rows · H head
 
 from __future__ import annotations
 
+import inspect
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+def cache_argument() -> str:
+    """The argument of a model's forward, and of `generate`, that takes a cache: `cache`, or what it was before 5.24.
+
+    `forward` takes what `prepare_inputs_for_generation` hands it, so that one signature says it for every model.
+    """
+    mixin = import_module("transformers.generation.utils").GenerationMixin
+    names = inspect.signature(mixin.prepare_inputs_for_generation).parameters
+    return "cache" if "cache" in names else "past_key_values"
 
 
 def paged_cache(layers: int, pages: int, page: int) -> Any:

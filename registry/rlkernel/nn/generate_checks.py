@@ -23,6 +23,7 @@ SHAPED: Final = ("logit_scale", "logits_scaling", "output_multiplier", "lm_head_
 # Arguments of transformers' generate that have no exact form, or another name here -> what to do.
 ELSEWHERE: Final = {
     "num_beams": "Leave it out: rows are drawn, one sequence each.",
+    "cache": "Leave it out: pages are the cache.",
     "past_key_values": "Leave it out: pages are the cache.",
     "cache_implementation": "Leave it out: pages are the cache.",
     "use_cache": "Leave it out: pages are the cache.",

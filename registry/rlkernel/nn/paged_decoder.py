@@ -14,7 +14,7 @@ from torch import Tensor
 
 import rlkernel as rlk
 from rlkernel.integrations import peft_lora
-from rlkernel.integrations.transformers_pages import paged_cache
+from rlkernel.integrations.transformers_pages import cache_argument, paged_cache
 from rlkernel.nn.linear import QuantLinear
 from rlkernel.nn.page_plan import PagePlan
 from rlkernel_core.errors import HostError
@@ -52,6 +52,7 @@ class Decoder:
         device = model.device
         self.model, self.draws, self.page, self.pages = model, draws, page, pages
         self.place, self.ran = (model.device, model.dtype, *adapters(model)), ran
+        self.cache_argument = cache_argument()
         self.cache = paged_cache(model.config.get_text_config().num_hidden_layers, pages, page)
         self.table = torch.zeros(rows, width, dtype=torch.int32, device=device)
         self.one_each = torch.arange(rows + 1, dtype=torch.int32, device=device)
@@ -113,7 +114,7 @@ class Decoder:
     def _draw(self, ids: Tensor, at: Tensor, slots: Tensor, places: Mapping[str, Any], last: Tensor) -> list[Tensor]:
         """The model over ids [N] at positions [N], whose keys go to slots [N], and draws from its rows `last` [B]."""
         self.cache.step.slots = slots
-        told = {"input_ids": ids[None], "position_ids": at[None], "past_key_values": self.cache, "use_cache": True}
+        told = {"input_ids": ids[None], "position_ids": at[None], self.cache_argument: self.cache, "use_cache": True}
         given: tuple[Tensor, ...]
         if self.draws.score == "linear_logprob":
             hidden = self.model.base_model(**told, **places).last_hidden_state[0].index_select(0, last)
