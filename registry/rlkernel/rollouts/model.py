@@ -1,0 +1,75 @@
+"""Logits of a model for `verify`: hidden states of a sequence at once, the head over a few rows at a time.
+
+Legend: T tokens · n rows of a block · D hidden · V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from rlkernel.agree import decoder
+from rlkernel.agree import pretrained as folders
+from rlkernel_core.errors import ArgumentError, ConfigError
+
+ROWS: Final = 64  # of a block: 40 MB of fp32 logits at V = 150,000
+BUILTIN: Final = "builtin"  # names `rlkernel.agree.builtin()`, whose weights are random and always the same
+
+
+class Pretrained:
+    """A transformers model as `verify` takes it."""
+
+    def __init__(self, model: folders.Pretrained) -> None:
+        self.name, self.vocab, self.model = model.name, model.vocab, model
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor, first: int) -> Iterator[Tensor]:
+        """Logits [n, V] in fp32 of the rows from `first` on, for ids [T]."""
+        head: Any = self.model.model.get_output_embeddings()
+        hidden = self.model.full(ids[None].to(self.model.head.device))[0, first:]
+        for rows in hidden.split(ROWS):
+            yield head(rows[None])[0].float()
+
+
+class Builtin:
+    """The built-in decoder as `verify` takes it, to try the check without a model of one's own."""
+
+    def __init__(self, **more: Any) -> None:
+        self.model = decoder.builtin(**more)
+        self.name, self.vocab = self.model.name, self.model.vocab
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor, first: int) -> Iterator[Tensor]:
+        """Logits [n, V] in fp32 of the rows from `first` on, for ids [T].
+
+        Raises:
+            ArgumentError: longer than its context, or an id that it has not.
+        """
+        most = self.model.policy.shape.context
+        if len(ids) > most or int(ids.max()) >= self.vocab:
+            got = f"{len(ids)} ids up to {int(ids.max())}"
+            raise ArgumentError("ids", got, f"the built-in decoder takes {most} below {self.vocab}", "Name a model.")
+        hidden = self.model.full(ids[None].to(self.model.head.device))[0, first:]
+        yield (hidden @ self.model.head.T).float()
+
+
+def pretrained(path: Path, *, dtype: torch.dtype | None = None, device: str = "cpu", exact: bool = False) -> Pretrained:
+    """A model of a local folder with its weights.
+
+    Args:
+        path: folder of `save_pretrained`.
+        dtype: of weights and hidden states; fp32 by default, so that errors are those of the rollout alone.
+        device: where it runs; draws run on the CPU.
+        exact: by `rlkernel.exact`, for rollouts that were drawn so, with the same dtype and kernels.
+
+    Raises:
+        HostError: transformers is not installed; or as `rlkernel.exact`.
+        ConfigError: no weights there, or a head that does more than a product and a bias.
+    """
+    if not (path.is_dir() and any(found for kind in folders.WEIGHTS for found in path.glob(kind))):
+        raise ConfigError(f"{path}: no weights there; give a folder of save_pretrained")
+    return Pretrained(folders.pretrained(path, dtype=dtype, device=device, exact=exact))

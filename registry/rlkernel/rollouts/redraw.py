@@ -1,0 +1,226 @@
+"""One draw again, from the logits of another machine: the same token, or one that the difference of logits explains.
+
+With x the logits here, X the tolerance and T the temperature, the rollout's logits are taken to be some z with
+|z_j - x_j| <= X for every id j, up to a shift of the whole row, which changes no law. Noise is exact. So with the
+scores s = x + T g of `sample`'s draw, in units of logits:
+
+    same        the token is the one that is drawn here
+    explained   some z may keep the token, and every id that all z keep has a score of at most 2 X more
+    other       no such z draws it
+
+An honest draw from logits within X is never `other`. A token that is `explained` leads an id of better score here only
+where two logits are off by 2 X together, or where an edge of a filter is as near.
+
+What all z keep, and what some z keep, follow from how many ids certainly, and possibly, stand before one in the order
+(x more than 2 X above it; x not more than 2 X below it), and from weights exp(x / T) that are each off by at most
+exp(X / T). With X = 0 both are what the definition keeps, and only what `sample`'s own tolerances leave open is
+explained: scores within 4e-6 nats, a mass within 2e-6 of top_p.
+
+Bounds of stated log-probabilities follow alike: tempered within 2 X / T, raw within 2 X, processed by the kept mass.
+
+Legend: V vocabulary · n ids with a finite logit, in the order (x descending, id ascending).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from rlkernel.rollouts.record import Params
+from rlkernel_core.definitions.sampling import Drawn, Row, gumbel, sample_row, words
+
+SCORE: Final = 4e-6  # nats: the sampling operators' tolerance of scores
+MASS: Final = 2e-6  # of top_p
+NATS: Final = 1e-5  # of log-probabilities that another operator stated, relative to max(1, |log p|)
+# Standard deviation of a logit's error in tolerances: 5 of them are rarely reached by any of a million logits.
+TYPICAL: Final = 0.2
+# Chance that as many other tokens as are refused come from errors of that size.
+ALPHA: Final = 1e-6
+_MOST: Final = 600.0  # of an exponent
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found of one drawn token."""
+
+    kind: str  # "same", "explained" or "other"
+    token: int  # that is drawn here; -1: none can be
+    margin: float  # logits: how much better its score is than that of the stated token; inf: that cannot be drawn
+    open: bool  # whether the tolerance admits another token than the one drawn here
+    # That errors of typical size give another token, at most; None where an edge of a filter decides.
+    chance: float | None
+    expected: float  # nats, log-probability of the stated token here, under the record's law
+    needed: float  # logits: the smallest tolerance that explains it; 0 where an edge of a filter does
+    logprob: bool  # whether the stated log-probability is within its bounds, or none is stated
+    mass: bool  # the same of the kept mass
+
+
+def judge(
+    logits: Any,  # [V]
+    stated: int,
+    params: Params,
+    seed: int,
+    step: int,
+    *,
+    tolerance: float,
+    law: str,
+    logprob: float | None,
+    mass: float | None,
+) -> Verdict:
+    """See the module's text.
+
+    Args:
+        logits: [V] fp32 of numpy, as computed here.
+        stated: token of the record.
+        params: law of the draw.
+        seed: of the request.
+        step: of the draw.
+        tolerance: X, logits.
+        law: that the stated log-probability is of.
+        logprob: as stated, nats.
+        mass: log of the kept mass as stated, nats.
+    """
+    given = np.asarray(logits[: params.vocab_size], np.float32)
+    asked = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "filter_order", "tie")}
+    drawn = sample_row(given, Row(**asked, seed=seed, step=step, stream=params.stream))
+    x = given if drawn.x is None else drawn.x.astype(np.float64)
+    if drawn.token < 0 or not 0 <= stated < x.size or not np.isfinite(x[[stated, drawn.token]]).all():
+        return Verdict("other", drawn.token, math.inf, False, None, -math.inf, math.inf, logprob is None, mass is None)
+    T = params.temperature
+    score = x + T * gumbel(words(seed, step, x.size, params.stream)) if T > 0 else x
+    reach = _Reach.of(x, drawn.kept, params, tolerance)
+    slack = 2 * tolerance + T * SCORE
+    best = score[drawn.token]
+    leading = score[reach.surely].max(initial=-math.inf)
+    if stated == drawn.token:
+        kind = "same"
+    else:
+        kind = "explained" if stated in reach.maybe and leading - score[stated] <= slack else "other"
+    rivals = reach.maybe[reach.maybe != drawn.token]
+    margin = max(0.0, float(best - score[stated])) if stated in reach.maybe else math.inf
+    laws: dict[str, Any] = {"raw": drawn.log_raw, "tempered": drawn.log_tempered, "processed": drawn.log_p}
+    expected = float(laws[law][stated])
+    if logprob is not None and mass is not None and law == "processed" and T > 0:
+        law, logprob = "tempered", logprob + mass  # whose bounds are closer
+    at, heat = (float(drawn.log_raw[stated]), 1.0) if law == "raw" else (float(drawn.log_tempered[stated]), T or 1.0)
+    chance = _chance(score, drawn, reach, max(TYPICAL * tolerance, T * SCORE))
+    needed = margin / 2 if kind == "other" or chance is not None else 0.0
+    if logprob is not None and (law != "processed" or (T > 0 and not params.filtered)):
+        needed = max(needed, abs(at - logprob) * heat / 2)
+    return Verdict(
+        kind,
+        drawn.token,
+        margin,
+        bool((leading - score[rivals] <= slack).any()),
+        chance,
+        expected,
+        needed,
+        logprob is None or _within(logprob, *reach.bounds(at, law)),
+        mass is None or _within(mass, *reach.log_mass),
+    )
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """What logits within the tolerance may do to the law of a row."""
+
+    surely: Any  # ids that all of them keep, best first
+    maybe: Any  # ids that some of them keep, best first
+    log_mass: tuple[float, float]  # nats: least and most of the kept mass
+    nats: float  # 2 X / T: most that a tempered log-probability is off
+    raw: float  # 2 X: most that a raw one is off
+    greedy: bool
+
+    @classmethod
+    def of(cls, x: Any, kept: Any, params: Params, tolerance: float) -> _Reach:
+        T, raw = params.temperature, 2 * tolerance
+        if T == 0:
+            kept = np.flatnonzero(np.isfinite(x)) if tolerance else kept
+            return cls(kept, kept, (0.0, 0.0), raw, raw, True)
+        nats = min(raw / T, _MOST)
+        if not params.filtered:
+            return cls(kept, kept, (0.0, 0.0), nats, raw, False)
+        order = np.lexsort((np.arange(x.size), -x))[: int(np.isfinite(x).sum())]
+        y = (x[order] - x[order[0]]) / T
+        sure, may = _kept(x[order], y, params, raw, nats)
+        total = np.cumsum(np.exp(y))
+        low, high = _share(total, sure, math.exp(-nats)), _share(total, may, math.exp(nats))
+        return cls(order[:sure], order[:may], (low, high), nats, raw, False)
+
+    def bounds(self, at: float, law: str) -> tuple[float, float]:
+        """Least and most of a log-probability under `law`; `at` is the raw one, or else the tempered one, here."""
+        if law == "raw":
+            return at - self.raw, min(0.0, at + self.raw)
+        if law == "processed" and self.greedy:
+            return 0.0, 0.0
+        low, high = self.log_mass if law == "processed" else (0.0, 0.0)
+        return at - self.nats - high, min(0.0, at + self.nats - low)
+
+
+def _kept(x: Any, y: Any, params: Params, raw: float, nats: float) -> tuple[int, int]:
+    """How many ids all logits within the tolerance keep, and how many some of them keep; x and y are [n], in order."""
+    n, w, e = len(x), np.exp(y), math.exp(nats)
+    if raw == 0 and params.tie == "lowest_id":
+        least = most = np.arange(n)
+    else:  # before an id stand those that are more than `raw` above it, and perhaps those not more than that below
+        least = np.searchsorted(-x, -(x + raw), side="left")
+        most = least if raw == 0 else np.searchsorted(-x, -(x - raw), side="right") - 1
+    total = np.concatenate([[0.0], np.cumsum(w)])
+
+    def min_p() -> tuple[int, int]:
+        if not params.min_p > 0:
+            return n, n
+        edge, slack = math.log(params.min_p), MASS + nats
+        return _first(y >= edge + slack), _first(y >= edge - slack)
+
+    def top_k() -> tuple[int, int]:
+        return (_first(most < params.top_k), _first(least < params.top_k)) if params.top_k > 0 else (n, n)
+
+    def top_p(sure: int, may: int) -> tuple[int, int]:
+        if not params.top_p < 1:
+            return n, n
+        ahead = total[least]  # at the least, of weights that are too large here, before others that are too small
+        light = ahead / (ahead + np.maximum(total[may] - ahead, 0.0) * e)
+        ahead = total[most + 1] - w  # at the most
+        behind = w + np.maximum(total[sure] - total[np.minimum(most + 1, sure)], 0.0)
+        heavy = ahead * e / (ahead * e + behind)
+        return _first(heavy < params.top_p - MASS), _first(light < params.top_p + MASS)
+
+    floor, count = min_p(), top_k()
+    left = {"joint": (n, n), "topp_topk": floor, "topk_topp": (min(floor[0], count[0]), min(floor[1], count[1]))}
+    nucleus = top_p(*left[params.filter_order])
+    sure = min(floor[0], count[0], nucleus[0])
+    may = min(floor[1], count[1], nucleus[1])
+    # The first of the order is always kept.
+    return max(sure, int(most[0] == 0)), max(may, int((least == 0).sum()) if raw else 1)
+
+
+def _first(holds: Any) -> int:
+    """How many entries hold before the first that does not."""
+    return len(holds) if holds.all() else int(holds.argmin())
+
+
+def _share(total: Any, count: int, by: float) -> float:
+    """Log of the mass of the first `count` weights, each of which is `by` times as large beside the others."""
+    if count == 0:
+        return -math.inf
+    kept = total[count - 1] * by
+    return float(np.log(kept / (kept + (total[-1] - total[count - 1]))))
+
+
+def _within(stated: float, low: float, high: float) -> bool:
+    """Whether a number is within bounds, but for rounding; NaN is not."""
+    edge = NATS * max(1.0, abs(stated))
+    return low - edge <= stated <= high + edge
+
+
+def _chance(score: Any, drawn: Drawn, reach: _Reach, spread: float) -> float | None:
+    """Chance that independent errors of the logits, of a standard deviation, change the token, at most."""
+    lead = score[drawn.token] - score[reach.maybe[reach.maybe != drawn.token]]
+    if (lead < 0).any() or (len(reach.surely) < len(reach.maybe) and drawn.token not in reach.surely):
+        return None
+    # Each rival by itself: the difference of two errors has the standard deviation sqrt(2) spread.
+    return min(1.0, sum(0.5 * math.erfc(x / (2 * spread)) for x in lead[lead < 16 * spread].tolist()))
