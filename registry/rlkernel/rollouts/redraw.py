@@ -212,9 +212,9 @@ def _share(total: Any, count: int, by: float) -> float:
 
 
 def _within(stated: float, low: float, high: float) -> bool:
-    """Whether a number is within bounds, but for rounding; NaN is not."""
+    """Whether a number is finite and within bounds, but for rounding."""
     edge = NATS * max(1.0, abs(stated))
-    return low - edge <= stated <= high + edge
+    return math.isfinite(stated) and low - edge <= stated <= high + edge
 
 
 def _chance(score: Any, drawn: Drawn, reach: _Reach, spread: float) -> float | None:
