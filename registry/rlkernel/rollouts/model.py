@@ -1,5 +1,7 @@
 """Logits of a model for `verify`: hidden states of a sequence at once, the head over a few rows at a time.
 
+The head's products are fp32 sums, as of `lm_head_sample` and `linear_logprob`; score "logprob" takes the model's own.
+
 Legend: T tokens · n rows of a block · D hidden · V vocabulary.
 """
 
@@ -14,17 +16,22 @@ from torch import Tensor
 
 from rlkernel.agree import decoder
 from rlkernel.agree import pretrained as folders
+from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError, ConfigError
 
 ROWS: Final = 64  # of a block: 40 MB of fp32 logits at V = 150,000
+SCORES: Final = ("linear_logprob", "logprob")  # of `Exact.generate`
 BUILTIN: Final = "builtin"  # names `rlkernel.agree.builtin()`, whose weights are random and always the same
 
 
 class Pretrained:
     """A transformers model as `verify` takes it."""
 
-    def __init__(self, model: folders.Pretrained) -> None:
+    def __init__(self, model: folders.Pretrained, score: str = "linear_logprob") -> None:
         self.name, self.vocab, self.model = model.name, model.vocab, model
+        own = score == "logprob"
+        self.weight = None if own else model.head.detach().float()  # [V, D]
+        self.bias = None if own or model.bias is None else model.bias.detach().float()  # [V]
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, first: int) -> Iterator[Tensor]:
@@ -32,7 +39,10 @@ class Pretrained:
         head: Any = self.model.model.get_output_embeddings()
         hidden = self.model.full(ids[None].to(self.model.head.device))[0, first:]
         for rows in hidden.split(ROWS):
-            yield head(rows[None])[0].float()
+            if self.weight is None:
+                yield head(rows[None])[0].float()
+            else:
+                yield torch.nn.functional.linear(rows.float(), self.weight, self.bias)
 
 
 class Builtin:
@@ -57,7 +67,14 @@ class Builtin:
         yield (hidden @ self.model.head.T).float()
 
 
-def pretrained(path: Path, *, dtype: torch.dtype | None = None, device: str = "cpu", exact: bool = False) -> Pretrained:
+def pretrained(
+    path: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    exact: bool = False,
+    score: str = "linear_logprob",
+) -> Pretrained:
     """A model of a local folder with its weights.
 
     Args:
@@ -65,11 +82,14 @@ def pretrained(path: Path, *, dtype: torch.dtype | None = None, device: str = "c
         dtype: of weights and hidden states; fp32 by default, so that errors are those of the rollout alone.
         device: where it runs; draws run on the CPU.
         exact: by `rlkernel.exact`, for rollouts that were drawn so, with the same dtype and kernels.
+        score: as `exact.generate` was given it; "logprob" draws from the model's own logits, rounded to its dtype.
 
     Raises:
         HostError: transformers is not installed; or as `rlkernel.exact`.
         ConfigError: no weights there, or a head that does more than a product and a bias.
+        ArgumentError: an unknown score.
     """
+    checks.choice("score", score, SCORES)
     if not (path.is_dir() and any(found for kind in folders.WEIGHTS for found in path.glob(kind))):
         raise ConfigError(f"{path}: no weights there; give a folder of save_pretrained")
-    return Pretrained(folders.pretrained(path, dtype=dtype, device=device, exact=exact))
+    return Pretrained(folders.pretrained(path, dtype=dtype, device=device, exact=exact), score)

@@ -105,7 +105,7 @@ class Record:
         ArgumentError: an unknown law, or log-probabilities or kept mass of some sequences alone.
     """
 
-    rollouts: tuple[Rollout, ...]
+    rollouts: tuple[Rollout, ...]  # in the order in which they were asked for
     law: str = "processed"  # that log-probabilities are of: "raw", "tempered" or "processed"
     decisions: str = ""  # `rlkernel.decisions_hash()` of the process that drew: what ran there
 
