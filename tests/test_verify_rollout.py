@@ -226,9 +226,10 @@ def test_a_sequence_ends_where_its_request_says(ids, params, said) -> None:
 
 def test_ids_beyond_the_vocabulary_cannot_be_drawn() -> None:
     record = rollout(tokens=1, sequences=1)
+    (drawn,) = record.rollouts[0].ids
     for i in (V, 2**32 - 1):
         found = verify(changed(record, 0, ids=(i,)))
-        assert f"not {i}, which the law cannot draw" in texts(found)
+        assert f"token 0: {drawn} is drawn here, not {i}, which the law cannot draw" in texts(found)
     assert "which the law cannot draw" in texts(verify(changed(record, 0, params=Params(vocab_size=1))))
 
 

@@ -25,7 +25,12 @@ BUILTIN: Final = "builtin"  # names `rlkernel.agree.builtin()`, whose weights ar
 
 
 class Pretrained:
-    """A transformers model as `verify` takes it."""
+    """A transformers model as `verify` takes it.
+
+    Args:
+        model: of `rlkernel.agree.pretrained`.
+        score: see `pretrained`.
+    """
 
     def __init__(self, model: folders.Pretrained, score: str = "linear_logprob") -> None:
         self.name, self.vocab, self.model = model.name, model.vocab, model

@@ -30,7 +30,7 @@ from typing import Any, Final
 import numpy as np
 
 from rlkernel.rollouts.record import Params
-from rlkernel_core.definitions.sampling import Drawn, Row, gumbel, sample_row, words
+from rlkernel_core.definitions.sampling import Row, gumbel, kept_count, words
 
 SCORE: Final = 4e-6  # nats: the sampling operators' tolerance of scores
 MASS: Final = 2e-6  # of top_p
@@ -83,36 +83,37 @@ def judge(
         logprob: as stated, nats.
         mass: log of the kept mass as stated, nats.
     """
-    given = np.asarray(logits[: params.vocab_size], np.float32)
-    asked = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p", "filter_order", "tie")}
-    drawn = sample_row(given, Row(**asked, seed=seed, step=step, stream=params.stream))
-    x = given if drawn.x is None else drawn.x.astype(np.float64)
-    if drawn.token < 0 or not 0 <= stated < x.size or not np.isfinite(x[[stated, drawn.token]]).all():
-        return Verdict("other", drawn.token, math.inf, False, None, -math.inf, math.inf, logprob is None, mass is None)
+    x = np.asarray(logits[: params.vocab_size], np.float32).astype(np.float64)
+    x[np.isnan(x)] = -np.inf  # as `sample` takes it
+    nothing = logprob is None, mass is None
+    if not np.isfinite(x.max(initial=-np.inf)):
+        return Verdict("other", -1, math.inf, False, None, -math.inf, math.inf, *nothing)
     T = params.temperature
     score = x + T * gumbel(words(seed, step, x.size, params.stream)) if T > 0 else x
-    reach = _Reach.of(x, drawn.kept, params, tolerance)
+    reach = _Reach.of(x, params, tolerance)
+    best = score[reach.kept].max()
+    token = int(reach.kept[score[reach.kept] == best].min())
+    if not (0 <= stated < x.size and np.isfinite(x[stated])):
+        return Verdict("other", token, math.inf, False, None, -math.inf, math.inf, *nothing)
     slack = 2 * tolerance + T * SCORE
-    best = score[drawn.token]
     leading = score[reach.surely].max(initial=-math.inf)
-    if stated == drawn.token:
-        kind = "same"
-    else:
-        kind = "explained" if stated in reach.maybe and leading - score[stated] <= slack else "other"
-    rivals = reach.maybe[reach.maybe != drawn.token]
-    margin = max(0.0, float(best - score[stated])) if stated in reach.maybe else math.inf
-    laws: dict[str, Any] = {"raw": drawn.log_raw, "tempered": drawn.log_tempered, "processed": drawn.log_p}
-    expected = float(laws[law][stated])
+    maybe = bool((reach.maybe == stated).any())
+    explained = maybe and leading - score[stated] <= slack
+    kind = "same" if stated == token else "explained" if explained else "other"
+    rivals = reach.maybe[reach.maybe != token]
+    margin = max(0.0, float(best - score[stated])) if maybe else math.inf
+    raw, tempered = _log_softmax(x, stated, 1.0), _log_softmax(x, stated, T or 1.0)
+    expected = {"raw": raw, "tempered": tempered, "processed": _processed(reach, stated, token, tempered)}[law]
     if logprob is not None and mass is not None and law == "processed" and T > 0:
         law, logprob = "tempered", logprob + mass  # whose bounds are closer
-    at, heat = (float(drawn.log_raw[stated]), 1.0) if law == "raw" else (float(drawn.log_tempered[stated]), T or 1.0)
-    chance = _chance(score, drawn, reach, max(TYPICAL * tolerance, T * SCORE))
+    at, heat = (raw, 1.0) if law == "raw" else (tempered, T or 1.0)
+    chance = _chance(best - score[rivals], token, reach, max(TYPICAL * tolerance, T * SCORE))
     needed = margin / 2 if kind == "other" or chance is not None else 0.0
     if logprob is not None and (law != "processed" or (T > 0 and not params.filtered)):
         needed = max(needed, abs(at - logprob) * heat / 2)
     return Verdict(
         kind,
-        drawn.token,
+        token,
         margin,
         bool((leading - score[rivals] <= slack).any()),
         chance,
@@ -125,30 +126,34 @@ def judge(
 
 @dataclass(frozen=True)
 class _Reach:
-    """What logits within the tolerance may do to the law of a row."""
+    """What the filters keep of a row, and what logits within the tolerance may do to it; ids in no order."""
 
-    surely: Any  # ids that all of them keep, best first
-    maybe: Any  # ids that some of them keep, best first
-    log_mass: tuple[float, float]  # nats: least and most of the kept mass
+    kept: Any  # ids that are kept here
+    surely: Any  # ids that all logits within the tolerance keep
+    maybe: Any  # ids that some of them keep
+    log_kept: float  # nats: mass that is kept here
+    log_mass: tuple[float, float]  # nats: the least and the most of it
     nats: float  # 2 X / T: most that a tempered log-probability is off
     raw: float  # 2 X: most that a raw one is off
     greedy: bool
 
     @classmethod
-    def of(cls, x: Any, kept: Any, params: Params, tolerance: float) -> _Reach:
+    def of(cls, x: Any, params: Params, tolerance: float) -> _Reach:
+        """Of logits x [V], of which some are finite and none is larger."""
         T, raw = params.temperature, 2 * tolerance
-        if T == 0:
-            kept = np.flatnonzero(np.isfinite(x)) if tolerance else kept
-            return cls(kept, kept, (0.0, 0.0), raw, raw, True)
-        nats = min(raw / T, _MOST)
+        nats = min(raw / (T or 1.0), _MOST)
         if not params.filtered:
-            return cls(kept, kept, (0.0, 0.0), nats, raw, False)
-        order = np.lexsort((np.arange(x.size), -x))[: int(np.isfinite(x).sum())]
+            ids = np.asarray([x.argmax()]) if T == 0 and tolerance == 0 else np.flatnonzero(x > -np.inf)
+            return cls(ids, ids, ids, 0.0, (0.0, 0.0), nats, raw, T == 0)
+        order = np.argsort(-x, kind="stable")[: int((x > -np.inf).sum())]
         y = (x[order] - x[order[0]]) / T
+        w = np.exp(y)
+        asked = {name: getattr(params, name) for name in ("top_k", "top_p", "min_p", "filter_order", "tie")}
+        kept, *_ = kept_count(x[order], y, w, Row(**asked))
         sure, may = _kept(x[order], y, params, raw, nats)
-        total = np.cumsum(np.exp(y))
-        low, high = _share(total, sure, math.exp(-nats)), _share(total, may, math.exp(nats))
-        return cls(order[:sure], order[:may], (low, high), nats, raw, False)
+        total = np.cumsum(w)
+        here, low, high = (_share(total, n, math.exp(by)) for n, by in ((kept, 0.0), (sure, -nats), (may, nats)))
+        return cls(order[:kept], order[:sure], order[:may], here, (low, high), nats, raw, False)
 
     def bounds(self, at: float, law: str) -> tuple[float, float]:
         """Least and most of a log-probability under `law`; `at` is the raw one, or else the tempered one, here."""
@@ -158,6 +163,18 @@ class _Reach:
             return 0.0, 0.0
         low, high = self.log_mass if law == "processed" else (0.0, 0.0)
         return at - self.nats - high, min(0.0, at + self.nats - low)
+
+
+def _log_softmax(x: Any, token: int, temperature: float) -> float:
+    y = (x - x.max()) / temperature
+    return float(y[token] - np.log(np.exp(y).sum()))
+
+
+def _processed(reach: _Reach, stated: int, token: int, tempered: float) -> float:
+    """Log-probability of a token under the law that it is drawn from here, nats."""
+    if reach.greedy:
+        return 0.0 if stated == token else -math.inf
+    return tempered - reach.log_kept if (reach.kept == stated).any() else -math.inf
 
 
 def _kept(x: Any, y: Any, params: Params, raw: float, nats: float) -> tuple[int, int]:
@@ -217,10 +234,12 @@ def _within(stated: float, low: float, high: float) -> bool:
     return math.isfinite(stated) and low - edge <= stated <= high + edge
 
 
-def _chance(score: Any, drawn: Drawn, reach: _Reach, spread: float) -> float | None:
-    """Chance that independent errors of the logits, of a standard deviation, change the token, at most."""
-    lead = score[drawn.token] - score[reach.maybe[reach.maybe != drawn.token]]
-    if (lead < 0).any() or (len(reach.surely) < len(reach.maybe) and drawn.token not in reach.surely):
+def _chance(lead: Any, token: int, reach: _Reach, spread: float) -> float | None:
+    """Chance that independent errors of the logits, of a standard deviation, change the token, at most.
+
+    `lead` is how much better its score is than each rival's, in logits.
+    """
+    if (lead < 0).any() or (len(reach.surely) < len(reach.maybe) and not (reach.surely == token).any()):
         return None
     # Each rival by itself: the difference of two errors has the standard deviation sqrt(2) spread.
     return min(1.0, sum(0.5 * math.erfc(x / (2 * spread)) for x in lead[lead < 16 * spread].tolist()))

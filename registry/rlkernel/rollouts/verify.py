@@ -215,13 +215,13 @@ def _summary(
         sum(v.open for v in verdicts),
         counted,
         expected,
-        _chernoff(counted, expected),
+        chernoff(counted, expected),
         Drift.between(*torch.tensor(stated, dtype=torch.float32).unbind(1)) if stated else None,
         max((v.needed for v in verdicts), default=0.0),
     )
 
 
-def _chernoff(count: int, expected: float) -> float:
+def chernoff(count: int, expected: float) -> float:
     """Chance, at most, of `count` or more events that are independent and so many in the mean."""
     if count <= expected:
         return 1.0
