@@ -41,7 +41,7 @@ def test_a_record_without_sequences_or_numbers_comes_back(tmp_path) -> None:
         assert rollouts.read(tmp_path / "r") == record
 
 
-def test_the_order_of_a_record_has_its_requests_and_nothing_drawn() -> None:
+def test_what_a_record_was_asked_for_are_its_requests_and_nothing_drawn() -> None:
     asked = some().asked().rollouts
     assert [(r.prompt, r.seed, r.step, r.params) for r in asked] == [
         (r.prompt, r.seed, r.step, r.params) for r in some().rollouts

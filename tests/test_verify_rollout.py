@@ -58,6 +58,14 @@ def test_with_other_numerics_the_tokens_that_differ_are_explained(params) -> Non
     assert found.needed < X
 
 
+@pytest.mark.parametrize("params", [Params(), Params(temperature=0.6), Params(temperature=0.0)])
+def test_errors_of_typical_size_give_as_many_other_tokens_as_are_expected(params) -> None:
+    found = verify(rollout(params, through=noisy(4 * ERROR), sequences=300, tokens=6), tolerance=4 * X)
+    assert found.counted == found.explained
+    assert found.counted == pytest.approx(found.expected, rel=0.3)
+    assert found.expected > 50
+
+
 def law_of(g) -> tuple[Params, float]:
     """A law and a tolerance that are drawn anew."""
     u = torch.rand(6, generator=g).tolist()
@@ -178,7 +186,18 @@ def test_log_probabilities_and_kept_mass_that_are_made_up_are_seen() -> None:
             assert {c.kind for c in found.wrong} <= kinds
 
 
-def test_a_prompt_that_was_changed_is_seen_in_the_tokens_or_in_the_order() -> None:
+def test_a_processed_log_probability_that_leaves_the_kept_mass_out_is_seen() -> None:
+    record = rollout(Params(top_k=3), tokens=8)
+    rows = [
+        replace(r, logprob=tuple(a + b for a, b in zip(r.logprob, r.log_kept_mass, strict=True)), log_kept_mass=None)
+        for r in record.rollouts
+    ]
+    found = verify(replace(record, rollouts=tuple(rows)), tolerance=0.01)
+    assert len([c for c in found.wrong if c.kind == "logprob"]) > 50
+    assert verify(replace(record, rollouts=tuple(rows), law="tempered"), tolerance=0.01).ok
+
+
+def test_a_prompt_that_was_changed_is_seen_in_the_tokens_or_beside_what_was_asked_for() -> None:
     record = rollout(tokens=8)
     first = record.rollouts[0]
     swapped = changed(record, 0, prompt=((first.prompt[0] + 1) % V, *first.prompt[1:]))
@@ -188,7 +207,7 @@ def test_a_prompt_that_was_changed_is_seen_in_the_tokens_or_in_the_order() -> No
     assert verify(record, asked=record.asked()).ok
 
 
-def test_a_seed_found_by_trying_is_seen_by_the_order_alone() -> None:
+def test_a_seed_found_by_trying_is_seen_beside_what_was_asked_for_alone() -> None:
     """A record drawn with the best of several seeds is an honest record of that seed: nothing in it tells."""
     best = max((rollout(tokens=4, sequences=1, seed=s) for s in range(5)), key=lambda r: r.rollouts[0].ids)
     asked = rollout(tokens=4, sequences=1, seed=99).asked()
@@ -233,6 +252,31 @@ def test_ids_beyond_the_vocabulary_cannot_be_drawn() -> None:
     assert "which the law cannot draw" in texts(verify(changed(record, 0, params=Params(vocab_size=1))))
 
 
+def test_a_sequence_with_ids_that_the_model_has_not_is_not_handed_to_it() -> None:
+    record = rollout(tokens=2, sequences=2)
+    model = Tables()
+    model.vocab = V
+    for fields in ({"prompt": (V,)}, {"ids": (V, 1)}):
+        found = verify(changed(record, 1, **fields), model)
+        assert (found.tokens, texts(found)) == (2, f"sequence 1: has id {V}, which the model has not")
+
+
+def test_of_two_equal_logits_a_greedy_draw_takes_the_lowest_id_without_a_tolerance() -> None:
+    row = torch.zeros(1, V)
+    record = Record((Rollout((1,), 0, 1, Params(temperature=0.0), (1,), weights=(("w", 1),)),))
+    kinds = [len(verify(record, lambda ids, first: [row], tolerance=x).wrong) for x in (0.0, 0.01)]
+    assert kinds == [1, 0]
+
+
+def test_the_tolerance_that_is_needed_is_the_smallest_that_explains_every_token() -> None:
+    record = rollout(through=noisy(ERROR), tokens=64)
+    silent = replace(record, rollouts=tuple(replace(r, logprob=None, log_kept_mass=None) for r in record.rollouts))
+    for each in (record, silent):
+        needed = verify(each, tolerance=0.0).needed
+        assert needed > 0
+        assert [len(verify(each, tolerance=x * needed).wrong) for x in (0.99, 1.01)] == [1, 0]
+
+
 # Weights, and what a caller may get wrong
 
 
@@ -271,6 +315,14 @@ def test_what_a_caller_gets_wrong_is_named(more, said) -> None:
         verify(rollout(tokens=4, sequences=1), **more)
 
 
+def test_of_logits_that_hold_nan_the_others_are_drawn_as_sample_does() -> None:
+    record = rollout(tokens=1, sequences=1)
+    (drawn,) = record.rollouts[0].ids
+    holed = TABLES.behind(torch.tensor([record.rollouts[0].prompt]))
+    holed[0, (drawn + 1) % V] = torch.nan
+    assert verify(record, lambda ids, first: [holed], tolerance=10.0).same == 1
+
+
 def test_logits_without_meaning_draw_nothing() -> None:
     for row in (torch.full((1, V), torch.nan), torch.full((1, V), -torch.inf), torch.full((1, V), torch.inf)):
         found = verify(rollout(tokens=1, sequences=1), lambda ids, first, row=row: [row])
@@ -295,7 +347,7 @@ def made():
 
 @pytest.fixture
 def files(made, tmp_path):
-    """The same in a file, and its order in another."""
+    """The same in a file, and what was asked for in another."""
     rollouts.write(tmp_path / "record", made)
     rollouts.write(tmp_path / "asked", made.asked())
     return tmp_path

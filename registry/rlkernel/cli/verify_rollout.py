@@ -61,7 +61,7 @@ def command(
     ] = None,
     asked: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The order: its prompts, seeds, steps, laws and ends must be the record's."),
+        typer.Option(metavar="FILE", help="What you asked for: prompts, seeds, steps, laws and ends must be the same."),
     ] = None,
     weights: Annotated[
         str | None,
@@ -94,11 +94,11 @@ def command(
     from rlkernel import rollouts
 
     record = rollouts.read(file)
-    order = rollouts.read(asked).asked() if asked is not None else None
+    wanted = rollouts.read(asked) if asked is not None else None
     run = _model(model, exact=exact, score=score, dtype=dtype, device=device)
     limit = tolerance if tolerance is not None else EXACT if exact else TOLERANCE
     with typer.progressbar(length=max(record.tokens, 1), label=f"{run.name}: tokens", file=sys.stderr) as bar:
-        found = rollouts.verify(record, run, tolerance=limit, weights=weights, asked=order, progress=bar.update)
+        found = rollouts.verify(record, run, tolerance=limit, weights=weights, asked=wanted, progress=bar.update)
     if json:
         print_json({"file": str(file), "model": run.name, **_held(record), **found.as_dict()})
     else:
@@ -147,7 +147,7 @@ def _print(file: Path, record: Record, found: Verification) -> None:
     held = _held(record)
     by = f" by weights {', '.join(held['weights'])}" if record.versions else ""
     say(f"{file}: {held['sequences']} sequences, {record.tokens} tokens drawn{by}")
-    for law in held["laws"]:
+    for law in held["laws"][:_SHOWN]:
         say(f"law        {law['params']}: {law['sequences']} sequences")
     if record.decisions:
         say(f"decisions  {record.decisions}")

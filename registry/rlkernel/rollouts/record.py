@@ -1,6 +1,6 @@
 """What a rollout says of itself: what each request asked for, and what was drawn.
 
-A record without drawn tokens is the order that a rollout was asked to fill: prompts, seeds, steps, laws and ends.
+A record without drawn tokens is what a rollout was asked for: prompts, seeds, first steps, laws and ends.
 """
 
 from __future__ import annotations
@@ -126,5 +126,5 @@ class Record:
         return tuple(dict.fromkeys(version for r in self.rollouts for version, _ in r.weights))
 
     def asked(self) -> Record:
-        """The order that this fills: the same requests, and nothing drawn."""
+        """What this was asked for: the same requests, and nothing drawn."""
         return Record(tuple(Rollout(r.prompt, r.seed, r.step, r.params) for r in self.rollouts))

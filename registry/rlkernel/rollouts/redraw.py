@@ -58,6 +58,7 @@ class Verdict:
     mass: bool  # the same of the kept mass
 
 
+@np.errstate(over="ignore", invalid="ignore", divide="ignore")  # a record may state any temperature
 def judge(
     logits: Any,  # [V]
     stated: int,

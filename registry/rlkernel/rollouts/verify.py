@@ -6,7 +6,7 @@ Three things are asked, of tokens, of their number, and of what else the record 
 2. Tokens that are `explained` are not more than numerics give. Errors of standard deviation `TYPICAL` X, independent
    from logit to logit, change token t with a chance of at most p_t, which follows from the scores. With m the sum of
    p_t, K or more changes have a chance of at most exp(K - m) (m / K)^K (Chernoff); it must not be below `ALPHA`.
-3. Every sequence ends where its request says; and where the order is at hand, requests are those of the order.
+3. Every sequence ends where its request says; and where it is known what was asked for, requests are the same.
 
 Legend: T tokens of a sequence · V vocabulary.
 """
@@ -26,6 +26,7 @@ from rlkernel.rollouts.record import Record, Rollout
 from rlkernel.rollouts.redraw import ALPHA, Verdict, judge
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
+from rlkernel_core.visible import visible
 
 # Ids [T] and the first row that is wanted -> logits of the rows from it on, as blocks [n, V] in order.
 Logits = Callable[[Tensor, int], Iterable[Tensor]]
@@ -100,12 +101,13 @@ def verify(
     Args:
         record: of the rollout.
         logits: of the model: ids [T] int64 and a row -> logits of that row and all behind it, as an iterable of blocks
-            [n, V]; row t is of the token behind the ids 0 to t. Called once a sequence.
+            [n, V]; row t is of the token behind the ids 0 to t. Called once a sequence. Where it has an attribute
+            `vocab`, ids from there on are no ids of the model, and a sequence that has one is not handed to it.
         tolerance: X, logits: most that a logit of the rollout may differ from the one here, after a shift of the row. 0
             where both have the same bits.
         weights: version of the weights that `logits` uses; tokens of others are not checked. None where the record has
             one.
-        asked: the order that the rollout was to fill; prompts, seeds, steps and what was asked for must be its own.
+        asked: requests that the rollout was to fill; prompts, seeds, first steps and params must be the same.
         progress: called after each sequence with the number of its tokens.
 
     Raises:
@@ -114,14 +116,19 @@ def verify(
     """
     checks.number("tolerance", tolerance, at_least=0.0)
     known = record.versions
+    one = f"Pass one of {', '.join(visible(name, 80) for name in known[:8])}."
     if weights is None and len(known) > 1:
-        raise ArgumentError("weights", f"{len(known)} versions", "must be named", f"Pass one of {', '.join(known)}.")
+        raise ArgumentError("weights", f"{len(known)} versions", "must be named", one)
     if weights is not None and weights not in known:
-        raise ArgumentError("weights", repr(weights), "drew no token", f"Pass one of {', '.join(known) or 'none'}.")
-    wrong = list(_order(record, asked)) if asked is not None else []
+        raise ArgumentError("weights", repr(weights), "drew no token", one if known else "The record has none.")
+    wrong = list(_requests(record, asked)) if asked is not None else []
     found: list[tuple[Verdict, float | None]] = []
     for i, rollout in enumerate(record.rollouts):
         wrong += [Complaint(i, None, "end", text) for text in _ends(rollout)]
+        if foreign := [n for n in (*rollout.prompt, *rollout.ids) if n >= getattr(logits, "vocab", n + 1)]:
+            wrong.append(Complaint(i, None, "token", f"has id {foreign[0]}, which the model has not"))
+            progress(len(rollout.ids))
+            continue
         for t, verdict, said in _judged(rollout, logits, record.law, tolerance, weights):
             found.append((verdict, said))
             wrong += [Complaint(i, t, *what) for what in _faults(rollout, t, verdict)]
@@ -185,7 +192,7 @@ def _ends(rollout: Rollout) -> Iterator[str]:
         yield f"ends after {len(ids)} tokens without a stop id{asked}"
 
 
-def _order(record: Record, asked: Record) -> Iterator[Complaint]:
+def _requests(record: Record, asked: Record) -> Iterator[Complaint]:
     """Where a record is not of the requests that were asked for."""
     have, want = record.rollouts, asked.rollouts
     if len(have) != len(want):
@@ -204,7 +211,7 @@ def _summary(
     kinds = [v.kind for v in verdicts]
     counted = sum(v.kind == "explained" for v in verdicts if v.chance is not None)
     expected = math.fsum(v.chance for v in verdicts if v.chance is not None)
-    stated = [(v.expected, said) for v, said in found if said is not None and math.isfinite(v.expected)]
+    stated = [(v.expected, said) for v, said in found if said is not None and math.isfinite(v.expected + said)]
     return Verification(
         tolerance,
         len(found),
