@@ -29,7 +29,6 @@ import transformers
 
 import rlkernel as rlk
 from rlkernel import nn, rollouts
-from rlkernel.agree.pretrained import Pretrained
 from rlkernel.integrations import transformers as host
 from rlkernel.rollouts.verify import chernoff
 from rlkernel_core.files import write_json
@@ -101,7 +100,7 @@ def main() -> int:
     errors = {name: spread(reference, model, args) for name, model in models.items()}
     tolerance = 5 * errors["bf16"]
     print(f"logits differ by {', '.join(f'{name} {x:.3g}' for name, x in errors.items())}; tolerance {tolerance:.3g}")
-    logits = rollouts.Pretrained(Pretrained("reference", reference))
+    logits = rollouts.ModelLogits(reference)
     plain = stated(rollouts.Params(tie="keep_all", max_new_tokens=args.tokens))
     as_drawn: Callable[[rollouts.Record, int], rollouts.Record] = lambda record, _: record  # noqa: E731
     n = args.records

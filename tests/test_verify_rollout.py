@@ -277,6 +277,18 @@ def test_the_tolerance_that_is_needed_is_the_smallest_that_explains_every_token(
         assert [len(verify(each, tolerance=x * needed).wrong) for x in (0.99, 1.01)] == [1, 0]
 
 
+def test_log_probabilities_that_are_right_do_not_hide_a_margin() -> None:
+    record = rollout(through=noisy(ERROR), tokens=64)
+
+    def right(r: Rollout) -> Rollout:
+        law = torch.cat(TABLES(torch.tensor((*r.prompt, *r.ids[:-1])), P - 1)).log_softmax(-1)
+        return replace(r, logprob=tuple(law[range(len(r.ids)), r.ids].tolist()))
+
+    silent = replace(record, rollouts=tuple(replace(r, logprob=None) for r in record.rollouts))
+    told = replace(record, rollouts=tuple(right(r) for r in record.rollouts), law="raw")
+    assert verify(told).needed == verify(silent).needed > 0
+
+
 # Weights, and what a caller may get wrong
 
 

@@ -24,19 +24,30 @@ SCORES: Final = ("linear_logprob", "logprob")  # of `Exact.generate`
 BUILTIN: Final = "builtin"  # names `rlkernel.agree.builtin()`, whose weights are random and always the same
 
 
-class Pretrained:
-    """A transformers model as `verify` takes it.
+class ModelLogits:
+    """A causal language model of transformers as `verify` takes it.
 
     Args:
-        model: of `rlkernel.agree.pretrained`.
+        model: on one device.
+        name: for messages.
         score: see `pretrained`.
+
+    Raises:
+        ConfigError: a head that does more than a product and a bias.
+        ArgumentError: an unknown score.
     """
 
-    def __init__(self, model: folders.Pretrained, score: str = "linear_logprob") -> None:
-        self.name, self.vocab, self.model = model.name, model.vocab, model
-        own = score == "logprob"
-        self.weight = None if own else model.head.detach().float()  # [V, D]
-        self.bias = None if own or model.bias is None else model.bias.detach().float()  # [V]
+    def __init__(self, model: Any, name: str = "model", score: str = "linear_logprob") -> None:
+        checks.choice("score", score, SCORES)
+        text = model.config.get_text_config()
+        shaped = [one for one in folders.SHAPED if getattr(text, one, None) not in {None, 1.0}]
+        if shaped:
+            raise ConfigError(f"{name}: {', '.join(shaped)} in the configuration; pass verify() a callback of your own")
+        self.model = folders.Pretrained(name, model)
+        self.name, self.vocab = name, self.model.vocab
+        own, bias = score == "logprob", self.model.bias
+        self.weight = None if own else self.model.head.detach().float()  # [V, D]
+        self.bias = None if own or bias is None else bias.detach().float()  # [V]
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, first: int) -> Iterator[Tensor]:
@@ -78,7 +89,7 @@ def pretrained(
     device: str = "cpu",
     exact: bool = False,
     score: str = "linear_logprob",
-) -> Pretrained:
+) -> ModelLogits:
     """A model of a local folder with its weights.
 
     Args:
@@ -96,4 +107,5 @@ def pretrained(
     checks.choice("score", score, SCORES)
     if not (path.is_dir() and any(found for kind in folders.WEIGHTS for found in path.glob(kind))):
         raise ConfigError(f"{path}: no weights there; give a folder of save_pretrained")
-    return Pretrained(folders.pretrained(path, dtype=dtype, device=device, exact=exact), score)
+    found = folders.pretrained(path, dtype=dtype, device=device, exact=exact)
+    return ModelLogits(found.model, found.name, score)
