@@ -391,7 +391,8 @@ def test_the_command_exits_with_1_and_names_each_token(cli, files) -> None:
     ("arguments", "said"),
     [
         (["absent", "--model", "builtin"], "does not exist"),
-        (["record", "--model", "absent"], "no weights there"),
+        (["record", "--model", "absent"], "does not exist"),
+        (["record", "--model", "."], "no weights there"),
         (["record", "--model", "builtin", "--exact"], "--exact is of a model of transformers"),
         (["record", "--model", "builtin", "--dtype", "int8"], "is no floating type"),
         (["record", "--model", "builtin", "--weights", "step 9"], "drew no token"),

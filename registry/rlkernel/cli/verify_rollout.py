@@ -6,6 +6,7 @@ import importlib.util
 import math
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -14,7 +15,8 @@ import typer
 from rlkernel.cli.options import Json, dtype_named, present
 from rlkernel.cli.output import print_json, say
 from rlkernel.installation import extras
-from rlkernel_core.errors import ConfigError
+from rlkernel_core.errors import ConfigError, UnknownNameError
+from rlkernel_core.paths import missing
 
 if TYPE_CHECKING:
     from rlkernel.rollouts import Params, Record, Verification
@@ -93,9 +95,10 @@ def command(
         raise ConfigError(f"verify-rollout needs {', '.join(lacking)}: {extras('cpu')}")
     from rlkernel import rollouts
 
-    record = rollouts.read(file)
+    load = _model(model, exact=exact, score=score, dtype=dtype, device=device)
     wanted = rollouts.read(asked) if asked is not None else None
-    run = _model(model, exact=exact, score=score, dtype=dtype, device=device)
+    record = rollouts.read(file)
+    run = load()
     limit = tolerance if tolerance is not None else EXACT if exact else TOLERANCE
     with typer.progressbar(length=max(record.tokens, 1), label=f"{run.name}: tokens", file=sys.stderr) as bar:
         found = rollouts.verify(record, run, tolerance=limit, weights=weights, asked=wanted, progress=bar.update)
@@ -110,19 +113,24 @@ def command(
         raise typer.Exit(1)
 
 
-def _model(name: str, *, exact: bool, score: str, dtype: str, device: str) -> Any:
+def _model(name: str, *, exact: bool, score: str, dtype: str, device: str) -> Callable[[], Any]:
+    """What loads the model; every word is looked at before."""
     import torch
 
     from rlkernel.rollouts import model
 
-    kind = getattr(torch, str(dtype_named(dtype)), None)
+    kind, where = getattr(torch, str(dtype_named(dtype)), None), present(device)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise ConfigError(f"--dtype {dtype} is no floating type; use float32, bfloat16 or float16")
+    if score not in model.SCORES:
+        raise UnknownNameError("score", score, model.SCORES)
     if name == model.BUILTIN:
         if exact:
             raise ConfigError("--exact is of a model of transformers; leave it away for the built-in decoder")
-        return model.Builtin(dtype=kind, device=present(device))
-    return model.pretrained(Path(name), dtype=kind, device=present(device), exact=exact, score=score)
+        return lambda: model.Builtin(dtype=kind, device=where)
+    if not Path(name).exists():
+        raise ConfigError(f"--model: {missing(Path(name))}; give a folder of save_pretrained")
+    return lambda: model.pretrained(Path(name), dtype=kind, device=where, exact=exact, score=score)
 
 
 def _held(record: Record) -> dict[str, Any]:
