@@ -105,9 +105,9 @@ VLLM = build/vllm
 hosts: $(STAMP) ## vLLM whole, TRL, transformers, torchao, verl and SGLang, stock and with rlkernel inside; writes the table of what ran
 	rm -rf build/hosts
 	$(RUN) -m pip install --quiet transformers==5.15.0 # the oldest that is supported, then what .[hosts] pins
-	OMP_NUM_THREADS=1 $(RUN) tools/hosts.py run transformers-oldest tests/test_transformers.py tests/test_transformers_exact.py tests/test_transformers_exact_generate.py tests/test_host_contracts.py
+	OMP_NUM_THREADS=1 $(RUN) tools/hosts.py run transformers-oldest tests/test_transformers.py tests/test_transformers_exact.py tests/test_transformers_exact_generate.py tests/test_host_contracts.py tests/test_transformers_rollouts.py
 	$(RUN) -m pip install --quiet -e '.[hosts]'
-	OMP_NUM_THREADS=1 $(RUN) tools/hosts.py run trl tests/test_trl.py tests/test_trl_exact.py tests/test_transformers.py tests/test_transformers_exact.py tests/test_transformers_exact_generate.py tests/test_transformers_exact_machine.py tests/test_peft_exact.py tests/test_torchao.py tests/test_host_contracts.py tests/test_agree.py
+	OMP_NUM_THREADS=1 $(RUN) tools/hosts.py run trl tests/test_trl.py tests/test_trl_exact.py tests/test_transformers.py tests/test_transformers_exact.py tests/test_transformers_exact_generate.py tests/test_transformers_rollouts.py tests/test_transformers_exact_machine.py tests/test_peft_exact.py tests/test_torchao.py tests/test_host_contracts.py tests/test_agree.py
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet "$(TORCH)+cpu" || $(VLLM)/bin/python -m pip install --quiet --index-url $(TORCH_CPU) "$(TORCH)"
 	$(VLLM)/bin/python -m pip install --quiet -e '.[conformance]'

@@ -38,6 +38,7 @@ PAGES: Final = {
         "rlkernel.lock",
         "rlkernel.record",
         "rlkernel.agree",
+        "rlkernel.rollouts",
     ),
     "rlkernel.nn and rlkernel.checkpoints": ("rlkernel.nn", "rlkernel.checkpoints"),
     "rlkernel.integrations": ("rlkernel.integrations", "rlkernel.integrations.trl"),

@@ -38,6 +38,7 @@ TORCH_HOMES = (
     REGISTRY / "demo",
     REGISTRY / "agree",
     REGISTRY / "nn",
+    REGISTRY / "rollouts",
     CONFORMANCE,
     JUDGE,
     BENCH,

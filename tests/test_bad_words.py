@@ -38,7 +38,7 @@ BAD: dict[str, tuple[tuple[str, str], ...]] = {
     "rollout": (("tirton", "'triton'"),),
     "sandbox": (("namespace", "namespaces"),),
     "scheme": (("gtpq", "'gptq'"),),
-    "score": (("sampl", "sampler"), ("rlkernl", "rlkernel")),
+    "score": (("sampl", "sampler"), ("rlkernl", "rlkernel"), ("linear_logprb", "'linear_logprob'")),
     "size": (("toi", "'toy'"),),
     "suite": (("logprb", "'logprob'"),),
     "threshold": (("banana", "5%"),),
@@ -57,6 +57,7 @@ BASE: dict[str, tuple[str, ...]] = {
     "judge": ("kernel.py", "--op", "whiten", "--clause", "WH-02", "--no-timing"),
     "new-backend": ("acme",),
     "quant": ("convert", "here.safetensors", "made.safetensors"),
+    "verify-rollout": ("here.toml", "--model", "builtin"),
     "warmup": ("--op", "whiten", "--tokens", "8", "--length", "8"),
 }
 # Options of one action of a command.
@@ -121,13 +122,19 @@ LINES: dict[tuple[str, str], tuple[tuple[tuple[str, ...], str], ...]] = {
     ),
     ("schema", "form"): ((("confg",), "'config'"),),
     ("status", "run"): ((("her",), "here"),),
+    ("verify-rollout", "asked"): ((("here.toml", "--model", "builtin", "--asked", "here.tom"), "here.toml"),),
+    ("verify-rollout", "file"): ((("here.tom", "--model", "builtin"), "here.toml"),),
+    ("verify-rollout", "model"): ((("here.toml", "--model", "her"), "here"), (("here.toml",), "--model")),
 }
 # Words that this command does not misspell: a backend may name a device of its own.
-OF_ANOTHER = {("agree", "score", "rlkernl"), ("judge", "score", "sampl"), ("new-backend", "device", "banana")}
-# What may be any text: patterns, names of people, addresses, and folders that a run makes or adds to.
+OF_ANOTHER = {
+    ("agree", "score", "rlkernl"), ("judge", "score", "sampl"), ("judge", "score", "linear_logprb"),
+    ("verify-rollout", "score", "sampl"), ("verify-rollout", "score", "rlkernl"), ("new-backend", "device", "banana"),
+}  # fmt: skip
+# What may be any text: patterns, names of people and of weights, addresses, and folders that a run makes or adds to.
 FREE = {
     ("bench", "work"), ("conformance", "report"), ("demo", "out"), ("judge", "host"), ("new-backend", "author"),
-    ("quant", "skip"),
+    ("quant", "skip"), ("verify-rollout", "weights"),
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rlkernel import record
+from rlkernel import record, rollouts
 from tests.vllm_runs import DRAW, ENVIRONMENT, FILTERS, PROMPTS, RECORD, SEEDS, SMALL, TOKENS, models
 
 pytest.importorskip("vllm.entrypoints.llm", exc_type=ImportError)
@@ -86,6 +86,13 @@ def test_an_aborted_request_changes_no_token_of_the_others(inside) -> None:
 
 def test_raw_logprobs_are_those_of_the_logits(inside) -> None:
     assert inside["raw"] == pytest.approx(inside["raw of transformers"], abs=1e-4)
+
+
+def test_what_an_engine_drew_is_drawn_again_from_its_record(inside, folder) -> None:
+    drawn = rollouts.read(folder / "rollout")
+    assert [list(r.ids) for r in drawn.rollouts[::2]] == inside["together"]  # the first of two samples each
+    found = rollouts.verify(drawn, rollouts.pretrained(folder / "model"), tolerance=1e-3)
+    assert (found.ok, found.same) == (True, 2 * len(PROMPTS) * TOKENS), found.complaints()
 
 
 def test_processed_logprobs_are_those_of_the_law_that_was_drawn_from(preempted) -> None:

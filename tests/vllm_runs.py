@@ -77,6 +77,7 @@ def inside(folder: Path) -> dict[str, Any]:
     """In this process: batches that change, what transformers draws, a request that goes on, stop and abort."""
     from transformers import Qwen2ForCausalLM
 
+    from rlkernel import rollouts
     from rlkernel.integrations import transformers, vllm
 
     with vllm.enabled():  # the engine keeps its draw when a block ends that it was made in
@@ -116,6 +117,9 @@ def inside(folder: Path) -> dict[str, Any]:
     law = model(torch.tensor([ids[:-1]])).logits[0, len(PROMPTS[0]) - 1 :].log_softmax(-1)
     found["raw"] = [row[i].logprob for row, i in zip(out.logprobs, out.token_ids, strict=True)]
     found["raw of transformers"] = law.gather(-1, torch.tensor(out.token_ids)[:, None])[:, 0].tolist()
+    asked = [params(s, **FILTERS, logprobs=0, n=2) for s in SEEDS]
+    drawn = llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], asked, use_tqdm=False)
+    rollouts.write(folder / "rollout", rollouts.from_vllm(drawn, asked, weights="w"))
     found["record"] = llm.collective_rpc("rlkernel_record", args=(str(folder / "inside"),))
     return found
 

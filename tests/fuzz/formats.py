@@ -559,6 +559,49 @@ def read_rollouts(folder: Path) -> object:
     return held
 
 
+# Records of rollouts
+
+
+def rollout_record() -> Parts:
+    from rlkernel.rollouts import Params, Record, Rollout, write
+
+    law = Params(0.7, 20, 0.9, 0.1, vocab_size=100, stop_ids=(3,), max_new_tokens=4)
+    runs = (("step 1", 1), ("step 2", 2))
+    one = Rollout((1, 2), 2**64 - 1, 2, law, (4, 5, 3), (-1.0, -2.0, -0.5), (0.0, -0.1, 0.0), runs)
+    with tempfile.TemporaryDirectory() as folder:
+        write(f"{folder}/r", Record((one, Rollout((1, 2), 3, 2), one), "raw", "0123456789ab"))
+        header, data = split_header((Path(folder) / "r").read_bytes())
+    said = json.loads(header)
+    inner = said["__metadata__"].pop("rollouts")
+    return {"header": _json(said), "inner": inner.encode(), "data": data}
+
+
+def rollout_record_joined(parts: Parts) -> Parts:
+    """With the digest of what it says."""
+    from rlkernel.rollouts.record_file import _digest
+
+    try:
+        said = json.loads(parts["header"])
+        text = parts["inner"].decode("utf-8", "replace")
+        ends = {name: said[name]["data_offsets"] for name in said if name != "__metadata__"}
+        tensors = {name: parts["data"][a:b] for name, (a, b) in ends.items()}
+        said["__metadata__"] = {"rollouts": text, "sha256": _digest(text, tensors)}
+        header = _json(said)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        header = parts["header"]
+    return joined({"header": header, "data": parts["data"]})
+
+
+def read_rollout_record(folder: Path) -> object:
+    from rlkernel.rollouts import read, verify
+
+    record = read(folder / "x.safetensors")
+    few = sum(len(r.prompt) + len(r.ids) for r in record.rollouts) < 1000
+    if few and len(record.versions) == 1:
+        verify(record, lambda ids, first: [torch.zeros(len(ids) - first, 8)], asked=record.asked())
+    return record.tokens, record.versions
+
+
 # Caches, tokens, requests
 
 
@@ -638,6 +681,7 @@ FORMATS: tuple[Format, ...] = (
     Format("gguf", gguf, partial(read_checkpoint, "x.gguf")),
     Format("gguf header", gguf_fields, partial(read_checkpoint, "x.gguf"), gguf_made),
     Format("rollout buffer", rollouts, read_rollouts, rollouts_joined),
+    Format("rollout record", rollout_record, read_rollout_record, rollout_record_joined),
     Format("probe cache", probe_cache, read_probe_cache),
     Format("trial cache", trial_cache, read_trial_cache),
     Format("token file", token, read_token),

@@ -40,6 +40,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "schema": ("rlkernel.cli.schema", SETTLE),
     "demo": ("rlkernel.cli.demo", TRY),
     "agree": ("rlkernel.cli.agree", TRY),
+    "verify-rollout": ("rlkernel.cli.verify_rollout", TRY),
     "conformance": ("rlkernel_conformance.cli", TRY),
     "judge": ("rlkernel_judge.cli", TRY),
     "bench": ("rlkernel_bench.cli", TRY),

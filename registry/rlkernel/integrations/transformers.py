@@ -64,6 +64,10 @@ class Drawing:
         self.seeds, self.entry = tuple(seeds), entry
         self.tokens: Tensor | None = None  # [B, T] int64, the pad token after the end
         self.logprob: Tensor | None = None  # [B, T] fp32 under the processed law; 0 after the end
+        self.lengths: list[int] = []  # [B] tokens of each row, the last one included
+        self.prompts: list[list[int]] = []  # [B] ids of each prompt, without padding
+        self.processors: tuple[Any, ...] = ()  # what changed the logits before a draw
+        self.config: Any = None  # the generation_config of the call
 
     def __call__(
         self,
@@ -90,9 +94,11 @@ class Drawing:
         greedy = 0.0 if not generation_config.do_sample else 1.0
         pad = generation_config._pad_token_tensor
         going = torch.ones(B, dtype=torch.bool, device=device)
+        lengths = torch.zeros_like(seeds)
+        prompts = _prompts(input_ids, model_kwargs.get("attention_mask"))
         tokens: list[Tensor] = []
         said: list[Tensor] = []
-        place = _lengths(input_ids, model_kwargs.get("attention_mask"))
+        place = torch.tensor([len(ids) for ids in prompts], device=device)
         with torch.no_grad():
             outputs = model._prefill(input_ids, generation_config, model_kwargs)
             while True:
@@ -102,6 +108,7 @@ class Drawing:
                 self.entry.calls["sample"] += 1
                 token = draw.token if pad is None else torch.where(going, draw.token, pad)
                 tokens.append(token)
+                lengths += going
                 said.append(torch.where(going, draw.logprob, 0.0))
                 input_ids = torch.cat([input_ids, token[:, None]], dim=-1)
                 going = going & ~stopping_criteria(input_ids, None)
@@ -111,14 +118,17 @@ class Drawing:
                 inputs = model.prepare_inputs_for_generation(input_ids, next_sequence_length=length, **model_kwargs)
                 outputs = model(**inputs, return_dict=True)
         self.tokens, self.logprob = torch.stack(tokens, 1), torch.stack(said, 1)
+        self.lengths, self.prompts = lengths.tolist(), prompts
+        self.processors, self.config = tuple(logits_processor), generation_config
         return input_ids
 
 
-def _lengths(input_ids: Tensor, mask: Tensor | None) -> Tensor:
-    """Tokens of each prompt, [B], without padding; a mask of another form than [B, P] has none."""
-    if mask is not None and mask.shape == input_ids.shape:
-        return (mask != 0).sum(-1)
-    return input_ids.new_full((input_ids.shape[0],), input_ids.shape[1])
+def _prompts(input_ids: Tensor, mask: Tensor | None) -> list[list[int]]:
+    """Ids of each row of [B, P], without padding; a mask of another form than [B, P] has none."""
+    if mask is None or mask.shape != input_ids.shape:
+        found: list[list[int]] = input_ids.tolist()
+        return found
+    return [ids[kept.bool()].tolist() for ids, kept in zip(input_ids, mask, strict=True)]
 
 
 def drawing(seeds: Sequence[int], *, force: bool = False) -> Drawing:
