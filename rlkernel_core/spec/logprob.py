@@ -60,13 +60,13 @@ class Support:
 class LogprobResult:
     """What logprob and linear_logprob return; every tensor is fp32 (float64 for float64 inputs)."""
 
-    logprob: Tensor  # the shape of `ids`: log p of the chosen id, or of each listed one; masked rows and padding 0
+    logprob: Tensor  # [...] or [..., K], as `ids`: log p of the chosen id, or of each listed one; masked, padding 0
     lse: Tensor | None = None  # [...] logsumexp of z over all of the vocabulary; masked rows 0; None if not claimed
     entropy: Tensor | None = None  # [...] nats, of softmax(z); masked rows 0
     top_ids: Tensor | None = None  # [..., n] int64, by (logit descending, id ascending); masked rows -1
     top_logprobs: Tensor | None = None  # [..., n] of softmax(z), without gradient; masked rows 0
     log_kept_mass: Tensor | None = None  # [...] with `support`: log of the mass of the kept ids under softmax(z)
-    invalid: Tensor | None = None  # bool, the shape of `ids`: id or kept id out of range in an unmasked row, see `ids`
+    invalid: Tensor | None = None  # bool [...] or [..., K], as `ids`: id or kept id out of range in an unmasked row
 
 
 @dataclass(slots=True, eq=False)

@@ -119,7 +119,8 @@ BUGS: Final = {
         "LL-10", "a finite number for -inf, which a cap brings back", plant.maps(bias=lambda x: x.clamp(min=-1e4))
     ),
     "a_tile_of_forbidden_ids_is_nan": Bug(
-        "LL-10", "a tile's largest logit stands for -inf, and its multiple is rounded (our own kernel for Hopper)",
+        "LL-10",
+        "a tile's largest logit stands for -inf, and its multiple is rounded (our own kernel for Hopper)",
         plant.returns(logprob=nan_with_a_forbidden_tile),
     ),
     "scale_ignored": Bug(
