@@ -12,6 +12,7 @@ import pytest
 
 from rlkernel_conformance import documents, table
 from rlkernel_conformance import report as reports
+from rlkernel_conformance.evidence import sources_now
 from rlkernel_conformance.hardware import hardware
 from rlkernel_conformance.harness import Outcome
 from rlkernel_conformance.profiles import Profile
@@ -107,12 +108,18 @@ def test_a_page_says_what_the_reports_say(page, name) -> None:
     assert there.strip() == now
 
 
-def test_hardware_is_measured_where_a_report_of_kernels_was_made_on_its_card(tmp_path) -> None:
+@pytest.mark.parametrize(("there", "age"), [(True, ""), (False, ", *older*")])
+def test_hardware_is_measured_where_a_report_of_kernels_was_made_on_its_card(tmp_path, there, age) -> None:
     write(tmp_path / "triton", "held", "violated")
     on_card(tmp_path / "triton", "triton")
+    operators = documents.read(tmp_path / "triton")["operators"]
+    now = sources_now(documents.read(tmp_path / "triton"))["whiten@1"]
+    for clause in operators["whiten@1"]["clauses"]:
+        clause["sources"] = now if there else "0" * 16
+    renamed(tmp_path / "triton", operators=operators)
     lines = by_hardware(tmp_path).splitlines()
     assert lines[0] == "| Operator | NVIDIA Hopper |"
-    assert "| `whiten` | measured on H100; fails 1 clause of `triton` |" in lines
+    assert f"| `whiten` | measured on H100; fails 1 clause of `triton`{age} |" in lines
     assert lines[-1].startswith("Reports: [`triton`](triton/report.md) (")
 
 

@@ -181,6 +181,13 @@ def sources(manifest: Backend, device: str) -> dict[str, str]:
     return {op: sources_of(manifest, op, device) for op in ops}
 
 
+def sources_now(content: Mapping[str, Any]) -> dict[str, str]:
+    """Fingerprints of a report's operators as they are here; of none where it has none, or its backend is not here."""
+    told = {c["sources"] for operator in content["operators"].values() for c in operator["clauses"]} - {None}
+    manifest = manifest_of(content) if told else None
+    return {} if manifest is None else sources(manifest, content["device"])
+
+
 def older(found: Mapping[str, Any], now: str | None) -> set[str]:
     """Clauses of an operator in a report whose results are of other sources; None: those of now are not known."""
     results = {c["clause"]: c["sources"] for c in found["clauses"] if c["executed"] or c["fault"]}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from rlkernel_conformance.documents import place, read
-from rlkernel_conformance.evidence import reports
+from rlkernel_conformance.evidence import older, reports, sources_now
 from rlkernel_core.documents import read_json
 from rlkernel_core.files import read_text
 from rlkernel_core.spec import OPERATORS
@@ -47,7 +47,7 @@ class _Seen(NamedTuple):
     """What is known of an operator on a family of architectures."""
 
     cards: set[str]
-    failing: dict[str, int]  # backend -> clauses that do not hold
+    failing: dict[str, str]  # backend -> how many clauses do not hold, and whether its sources were others than now
     simulated: set[str]  # architectures
     elsewhere: set[str]  # cards of another family, which ran its PTX
     builds: dict[str, tuple[int, int]]  # architecture -> compiled, of how many
@@ -69,7 +69,7 @@ def hardware(folder: Path, results: Path, builds: Path, at: Path) -> str:
     links = []
     for path in reports(folder):
         content = read(path)
-        known = _known(content)
+        known, now = _known(content), None
         if known:
             link = os.path.relpath(path.with_name("report.md"), at)
             links.append(f"[`{path.parent.name}`]({link}) ({content['created'][:10]})")
@@ -80,9 +80,8 @@ def hardware(folder: Path, results: Path, builds: Path, at: Path) -> str:
                 there.simulated.update(one.simulated)
                 there.elsewhere.update(one.elsewhere)
                 if one.cards and found["verdict"] == "fails":
-                    there.failing[content["backend"]] = sum(
-                        c["status"] in {"violated", "fault"} for c in found["clauses"]
-                    )
+                    now = sources_now(content) if now is None else now
+                    there.failing[content["backend"]] = _failing(content["backend"], found, now.get(op))
     for name, arch, card in _timed(results):
         seen[name, _family(arch)].cards.update(_cards(card))
     for name, arch, done, of in _compiled(builds):
@@ -123,11 +122,18 @@ def _cards(names: str) -> set[str]:
     return {found[1] if (found := _CARD.match(name)) else name for name in names.split(" and ")}
 
 
+def _failing(backend: str, found: Mapping[str, Any], now: str | None) -> str:
+    """Of how many clauses of a backend, and where all of them failed with other sources than those of now, that."""
+    failed = {c["clause"] for c in found["clauses"] if c["status"] in {"violated", "fault"}}
+    age = ", *older*" if failed <= older(found, now) else ""
+    return f"{len(failed)} clause{'s' * (len(failed) > 1)} of `{backend}`{age}"
+
+
 def _cell(seen: _Seen) -> str:
     """The strongest that is known, in words; empty where nothing is."""
     if seen.cards:
-        failing = [f"{n} clause{'s' * (n > 1)} of `{backend}`" for backend, n in sorted(seen.failing.items())]
-        return f"measured on {', '.join(sorted(seen.cards))}" + (f"; fails {', '.join(failing)}" if failing else "")
+        failing = ", ".join(text for _, text in sorted(seen.failing.items()))
+        return f"measured on {', '.join(sorted(seen.cards))}" + (f"; fails {failing}" if failing else "")
     if seen.simulated:
         return "executed in a simulator"
     if seen.elsewhere:

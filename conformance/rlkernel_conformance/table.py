@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rlkernel_conformance.documents import place, providers, read, versions
-from rlkernel_conformance.evidence import manifest_of, older, reports, sources
+from rlkernel_conformance.evidence import older, reports, sources_now
 from rlkernel_conformance.hardware import hardware
 from rlkernel_conformance.report import standing
 from rlkernel_core.errors import ConfigError
@@ -117,11 +117,8 @@ def placed(path: Path, made: Callable[[str], str]) -> str:
 
 def _cells(content: dict[str, Any]) -> dict[str, str]:
     """Operator -> its cell."""
-    found = content["operators"]
-    told = {c["sources"] for operator in found.values() for c in operator["clauses"]} - {None}
-    manifest = manifest_of(content) if told else None
-    now = {} if manifest is None else sources(manifest, content["device"])
-    return {op: _cell(operator, len(older(operator, now.get(op)))) for op, operator in found.items()}
+    now = sources_now(content)
+    return {op: _cell(operator, len(older(operator, now.get(op)))) for op, operator in content["operators"].items()}
 
 
 def _cell(operator: dict[str, Any], others: int) -> str:
