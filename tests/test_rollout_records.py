@@ -143,7 +143,7 @@ def test_what_is_too_large_for_a_file_is_refused(tmp_path, monkeypatch) -> None:
     with pytest.raises(ArgumentError, match="4 sequences"):
         rollouts.write(tmp_path / "r", some().asked())
     monkeypatch.setattr(record_file, "PROMPTS", 10)
-    with pytest.raises(ArgumentError, match="11 ids of prompts is more than the 10 of a file"):
+    with pytest.raises(ArgumentError, match="is more than the 10 of a file; got 11 ids of prompts"):
         rollouts.write(tmp_path / "r", Record(some().asked().rollouts[1:]))
     assert list(tmp_path.iterdir()) == []
 

@@ -33,7 +33,7 @@ from rlkernel_core.files import read_bytes
 
 VERSION: Final = 1
 SEQUENCES: Final = 1 << 18  # most of a file: their requests take more memory than their bytes
-PROMPTS: Final = 1 << 28  # most ids of prompts, counted for each sequence: of a few bytes a file could make days of work
+PROMPTS: Final = 1 << 28  # most ids of prompts, counted for each sequence: a small file could ask for days of work
 KEY: Final = "rollouts"
 DIGEST: Final = "sha256"
 _REMEDY: Final = "Ask for the file again; rlkernel.rollouts.write makes one."
