@@ -14,7 +14,7 @@ from rlkernel import rollouts
 from rlkernel.rollouts import Params, Record, Rollout, record_file
 from rlkernel_core import tensor_file
 from rlkernel_core.errors import ArgumentError, FileError
-from tests.drawn_rollouts import P, changed, rollout
+from tests.drawn_rollouts import changed, rollout
 
 FILTERED = Params(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, tie="keep_all", stop_ids=(3, 2**32 - 1))
 
@@ -142,7 +142,23 @@ def test_what_is_too_large_for_a_file_is_refused(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(record_file, "SEQUENCES", 3)
     with pytest.raises(ArgumentError, match="4 sequences"):
         rollouts.write(tmp_path / "r", some().asked())
+    monkeypatch.setattr(record_file, "PROMPTS", 10)
+    with pytest.raises(ArgumentError, match="is more than the 10 of a file; got 11 ids of prompts"):
+        rollouts.write(tmp_path / "r", Record(some().asked().rollouts[1:]))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_small_file_cannot_ask_for_a_long_prompt_very_often(tmp_path, monkeypatch) -> None:
+    rollouts.write(tmp_path / "r", some())
+    monkeypatch.setattr(record_file, "PROMPTS", 15)
+    with pytest.raises(FileError, match="16 ids of prompts, and at most 15 may be"):
+        rollouts.read(tmp_path / "r")
+
+
+def test_lists_are_taken_where_a_record_holds_tuples(tmp_path) -> None:
+    listed = Rollout([1, 2], 0, 2, Params(stop_ids=[5]), [4, 5], [-1.0, -2.0], weights=(("w", 2),))
+    rollouts.write(tmp_path / "r", Record((listed,)))
+    assert rollouts.read(tmp_path / "r").rollouts == (listed,)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +242,3 @@ def test_what_exact_generate_returned_is_recorded() -> None:
     assert (record.rollouts, record.law) == (tuple(expected), "tempered")
     with pytest.raises(ArgumentError, match="must be those of 2 rows"):
         rollouts.from_generated([[1]], drawn, seed=3, params=params, weights="w")
-
-
-def test_steps_of_the_test_rollouts_are_places_in_the_sequence() -> None:
-    assert {r.step for r in rollout(tokens=1).rollouts} == {P}

@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 def generated(folder, dtype=torch.float32, **options):
     model = hf.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype)
     drawing = transformers.drawing(seeds=[11, 12])
-    model.generate(**PADDED, max_new_tokens=12, custom_generate=drawing, **options)
+    model.generate(**PADDED, **{"max_new_tokens": 12, **options}, custom_generate=drawing)
     return drawing
 
 
@@ -57,6 +57,20 @@ def test_what_generate_drew_is_drawn_again(folder, options, law) -> None:
     assert first.params == Params(**want)
     found = rollouts.verify(record, rollouts.pretrained(folder / "model"), tolerance=1e-4)
     assert (found.ok, found.same) == (True, record.tokens), found.complaints()
+
+
+@pytest.mark.parametrize(
+    ("options", "ends"),
+    [
+        ({"max_new_tokens": None, "max_length": 9}, {"stop_ids": (1,), "max_new_tokens": 4}),
+        ({"max_new_tokens": None}, {"stop_ids": (1,), "max_new_tokens": 20}),  # transformers' default
+        ({"max_time": 0.0}, {}),
+    ],
+)
+def test_where_a_sequence_ends_is_stated_as_generate_was_told_or_not_at_all(folder, options, ends) -> None:
+    record = rollouts.from_drawing(generated(folder, do_sample=True, top_k=0, **options), weights="w")
+    assert {r.params for r in record.rollouts} == {Params(tie="keep_all", **ends)}
+    assert rollouts.verify(record, rollouts.pretrained(folder / "model"), tolerance=1e-4).complaints() == []
 
 
 def test_a_rollout_in_bf16_passes_the_command_and_another_model_does_not(cli, folder, tmp_path) -> None:

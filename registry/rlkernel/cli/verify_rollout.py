@@ -162,7 +162,7 @@ def _print(file: Path, record: Record, found: Verification) -> None:
     kinds = Counter(c.kind for c in found.wrong)
     say(f"tokens     {found.same} drawn again, {found.explained} others explained, {kinds['token']} not explained")
     if found.unchecked:
-        say(f"           {found.unchecked} not checked: drawn by other weights")
+        say(f"           {found.unchecked} not checked: drawn by other weights, or beside an id that the model has not")
     say(f"           within {found.tolerance:g} of a logit, which admits another token at {found.open}")
     if found.counted:
         least = f"chance of {found.counted} or more {found.chance:.2g}"

@@ -67,6 +67,8 @@ class Drawing:
         self.lengths: list[int] = []  # [B] tokens of each row, the last one included
         self.prompts: list[list[int]] = []  # [B] ids of each prompt, without padding
         self.processors: tuple[Any, ...] = ()  # what changed the logits before a draw
+        self.criteria: tuple[Any, ...] = ()  # what could end a row
+        self.most: int | None = None  # new tokens that a row may have
         self.config: Any = None  # the generation_config of the call
 
     def __call__(
@@ -96,6 +98,8 @@ class Drawing:
         going = torch.ones(B, dtype=torch.bool, device=device)
         lengths = torch.zeros_like(seeds)
         prompts = _prompts(input_ids, model_kwargs.get("attention_mask"))
+        longest = generation_config.max_length  # padding counts
+        most = None if longest is None else longest - input_ids.shape[1]
         tokens: list[Tensor] = []
         said: list[Tensor] = []
         place = torch.tensor([len(ids) for ids in prompts], device=device)
@@ -119,16 +123,17 @@ class Drawing:
                 outputs = model(**inputs, return_dict=True)
         self.tokens, self.logprob = torch.stack(tokens, 1), torch.stack(said, 1)
         self.lengths, self.prompts = lengths.tolist(), prompts
-        self.processors, self.config = tuple(logits_processor), generation_config
+        self.processors, self.criteria = tuple(logits_processor), tuple(stopping_criteria)
+        self.most, self.config = most, generation_config
         return input_ids
 
 
 def _prompts(input_ids: Tensor, mask: Tensor | None) -> list[list[int]]:
     """Ids of each row of [B, P], without padding; a mask of another form than [B, P] has none."""
+    rows: list[list[int]] = input_ids.tolist()
     if mask is None or mask.shape != input_ids.shape:
-        found: list[list[int]] = input_ids.tolist()
-        return found
-    return [ids[kept.bool()].tolist() for ids, kept in zip(input_ids, mask, strict=True)]
+        return rows
+    return [[i for i, kept in zip(*row, strict=True) if kept] for row in zip(rows, mask.tolist(), strict=True)]
 
 
 def drawing(seeds: Sequence[int], *, force: bool = False) -> Drawing:

@@ -18,7 +18,7 @@ This package may import torch and numpy when it is imported; the command line im
 
 from __future__ import annotations
 
-from rlkernel.rollouts.made import from_drawing, from_generated, from_vllm
+from rlkernel.rollouts.engines import from_drawing, from_generated, from_vllm
 from rlkernel.rollouts.model import Builtin, ModelLogits, pretrained
 from rlkernel.rollouts.record import MOST, Params, Record, Rollout
 from rlkernel.rollouts.record_file import read, write

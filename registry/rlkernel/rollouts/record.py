@@ -50,6 +50,7 @@ class Params:
         if self.vocab_size is not None:
             checks.integer("vocab_size", self.vocab_size, at_least=1, at_most=_ID)
         checks.integer("stream", self.stream, at_least=0, at_most=_ID)
+        object.__setattr__(self, "stop_ids", tuple(self.stop_ids))  # a list has no hash
         for i in self.stop_ids:
             checks.integer("stop_ids", i, at_least=0, at_most=_ID)
         if self.max_new_tokens is not None:
@@ -79,6 +80,9 @@ class Rollout:
     weights: tuple[tuple[str, int], ...] = ()  # version of the weights, and how many tokens it drew; in order
 
     def __post_init__(self) -> None:
+        for name in ("prompt", "ids", "logprob", "log_kept_mass"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, None if given is None else tuple(given))  # a list has no hash
         if not self.prompt:
             raise ArgumentError("prompt", "no ids", "needs an id", "Begin with the model's first id, such as BOS.")
         for name, ids in (("prompt", self.prompt), ("ids", self.ids)):

@@ -33,6 +33,7 @@ from rlkernel_core.files import read_bytes
 
 VERSION: Final = 1
 SEQUENCES: Final = 1 << 18  # most of a file: their requests take more memory than their bytes
+PROMPTS: Final = 1 << 28  # most ids of prompts, counted for each sequence: a small file could ask for days of work
 KEY: Final = "rollouts"
 DIGEST: Final = "sha256"
 _REMEDY: Final = "Ask for the file again; rlkernel.rollouts.write makes one."
@@ -71,7 +72,7 @@ def write(path: Path | str, record: Record) -> None:
 
     Raises:
         FileError: it cannot be written.
-        ArgumentError: it would be larger than `MOST` bytes, or have more than 2^18 sequences.
+        ArgumentError: it would be larger than `MOST` bytes, or have more than 2^18 sequences or 2^28 ids of prompts.
     """
     rollouts = record.rollouts
     prompts = list(dict.fromkeys(r.prompt for r in rollouts))
@@ -101,7 +102,9 @@ def write(path: Path | str, record: Record) -> None:
     )
     tensors = list(_tensors(columns))
     size = len(text) + sum(len(data) for *_, data in tensors)
-    for count, most, what in ((size, MOST, "bytes"), (len(rollouts), SEQUENCES, "sequences")):
+    asked = sum(len(r.prompt) for r in rollouts)
+    limits = (size, MOST, "bytes"), (len(rollouts), SEQUENCES, "sequences"), (asked, PROMPTS, "ids of prompts")
+    for count, most, what in limits:
         if count > most:
             raise ArgumentError("record", f"{count} {what}", f"is more than the {most} of a file", "Write several.")
     tensor_file.write(Path(path), tensors, {KEY: text, DIGEST: _digest(text, {n: data for n, *_, data in tensors})})
@@ -168,6 +171,9 @@ def _record(said: Mapping[str, Any], arrays: Mapping[str, Any]) -> Record:
     sequences, keys = arrays["sequences"].reshape(-1, 3), arrays["keys"].reshape(-1, 2).tolist()
     if len(sequences) != len(keys) or len(keys) > SEQUENCES:
         raise ValueError(f"{len(sequences)} sequences, keys of {len(keys)}, and at most {SEQUENCES} may be")
+    asked = sum(len(prompts[prompt]) for prompt in sequences[:, 0].tolist())
+    if asked > PROMPTS:
+        raise ValueError(f"{asked} ids of prompts, and at most {PROMPTS} may be")
     columns = {name: _parts(arrays[name], sequences[:, 2], name) for name in ("ids", *_STATED) if name in arrays}
     runs = [(said["weights"][i], n) for i, n in arrays["runs"].reshape(-1, 2).tolist()]
     weights = _runs(runs, sequences[:, 2].tolist())

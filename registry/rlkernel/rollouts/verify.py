@@ -50,7 +50,7 @@ class Verification:
 
     tolerance: float  # X, logits
     tokens: int  # checked
-    unchecked: int  # drawn with other weights than were asked about
+    unchecked: int  # drawn with weights that were not asked about, or beside an id that the model has not
     same: int  # drawn again
     explained: int  # of another token, from logits within the tolerance
     wrong: tuple[Complaint, ...]  # everything that the tolerance does not explain, in order

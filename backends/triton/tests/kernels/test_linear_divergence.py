@@ -7,7 +7,7 @@ from rlkernel_core.spec.linear_divergence import LinearDivergenceCall
 from rlkernel_torch.linear_divergence import linear_divergence as plain
 from rlkernel_triton.linear_divergence import launch
 
-N, V, D = 300, 70, 24
+N, V, D = 140, 70, 24
 
 
 def results(run, device, form, dtype, **more):

@@ -28,6 +28,8 @@ _WARPERS: Final[Mapping[str, str]] = {
     "TopPLogitsWarper": "top_p",
     "MinPLogitsWarper": "min_p",
 }
+# transformers' criteria that a record can state: the length, and the ids that end a sequence.
+_ENDS: Final = frozenset({"MaxLengthCriteria", "EosTokenCriteria"})
 # What SamplingParams of vLLM says where it edits no logits.
 _UNEDITED: Final[Mapping[str, object]] = {
     "repetition_penalty": 1.0,
@@ -44,6 +46,8 @@ _UNEDITED: Final[Mapping[str, object]] = {
 def from_drawing(drawing: Drawing, *, weights: str) -> Record:
     """The record of the last call of transformers' `generate` with `custom_generate=drawing`.
 
+    Where texts, a time limit or a criterion of your own may end a sequence, its end is not stated, nor checked.
+
     Args:
         drawing: of `rlkernel.integrations.transformers.drawing`.
         weights: version of the model's weights.
@@ -54,11 +58,11 @@ def from_drawing(drawing: Drawing, *, weights: str) -> Record:
     if drawing.tokens is None or drawing.logprob is None:
         raise ArgumentError("drawing", "no tokens", "has drawn nothing", "Call model.generate with it first.")
     params = _of_warpers(drawing.processors)
-    config = drawing.config
-    ends = config.eos_token_id
-    stop_ids = () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
-    params = replace(params, stop_ids=stop_ids, max_new_tokens=config.max_new_tokens)
-    if not config.do_sample:
+    if all(type(one).__name__ in _ENDS for one in drawing.criteria):
+        ends = drawing.config.eos_token_id
+        stop_ids = () if ends is None else tuple(ends) if isinstance(ends, list | tuple) else (ends,)
+        params = replace(params, stop_ids=stop_ids, max_new_tokens=drawing.most)
+    if not drawing.config.do_sample:
         params = replace(params, temperature=0.0)
     rows = zip(drawing.prompts, drawing.seeds, drawing.lengths, drawing.tokens, drawing.logprob, strict=True)
     rollouts = []
