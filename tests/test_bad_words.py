@@ -74,6 +74,8 @@ OTHER: dict[tuple[str, str], tuple[str, ...]] = {
 # Words without a name of their own, and those that are files to read or to write: the whole line, and the answer.
 LINES: dict[tuple[str, str], tuple[tuple[tuple[str, ...], str], ...]] = {
     ("agree", "model"): ((("here.tom",), "here.toml"),),
+    ("agree", "ran"): ((("--ran", "here.toml"), "--record"),),
+    ("agree", "record"): ((("--record", "here.tom"), "here.toml"),),
     ("agree", "output"): ((("--output", "here.toml"), "--force"), (("--output", "nowhere/made"), "nowhere")),
     ("aot", "action"): ((("biuld",), "'build'"),),
     ("aot", "file"): ((("list", "here.tom"), "here.toml"), (("list",), "FILE")),
@@ -134,7 +136,7 @@ OF_ANOTHER = {
 # What may be any text: patterns, names of people and of weights, addresses, and folders that a run makes or adds to.
 FREE = {
     ("bench", "work"), ("conformance", "report"), ("demo", "out"), ("judge", "host"), ("new-backend", "author"),
-    ("quant", "skip"), ("verify-rollout", "weights"),
+    ("quant", "skip"), ("verify-rollout", "weights"), ("agree", "weights"),
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from rlkernel import record, rollouts
+from rlkernel.agree.pretrained import pretrained
 from tests.vllm_runs import DRAW, ENVIRONMENT, FILTERS, PROMPTS, RECORD, SEEDS, SMALL, TOKENS, models
 
 pytest.importorskip("vllm.entrypoints.llm", exc_type=ImportError)
@@ -93,6 +94,14 @@ def test_what_an_engine_drew_is_drawn_again_from_its_record(inside, folder) -> N
     assert [list(r.ids) for r in drawn.rollouts[::2]] == inside["together"]  # the first of two samples each
     found = rollouts.verify(drawn, rollouts.pretrained(folder / "model"), tolerance=1e-3)
     assert (found.ok, found.same) == (True, 2 * len(PROMPTS) * TOKENS), found.complaints()
+
+
+def test_a_trainer_scores_what_an_engine_drew(inside, folder) -> None:
+    drawn = rollouts.read(folder / "rollout")
+    found = rollouts.replay(drawn, pretrained(folder / "model"))
+    assert (found.law, found.left_out, found.drift.tokens) == ("raw", 0, 2 * len(PROMPTS) * TOKENS)
+    assert found.drift.max < 1e-4
+    assert found.mixed is not None  # the engine's temperature is not 1
 
 
 def test_processed_logprobs_are_those_of_the_law_that_was_drawn_from(preempted) -> None:

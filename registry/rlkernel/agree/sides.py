@@ -73,22 +73,23 @@ def measure(
     device = model.head.device
     generator = torch.Generator().manual_seed(seed)
     asked = torch.randint(0, model.vocab, (sequences, prompt), generator=generator).to(device)
-    with _ordered(rollout):
+    with ordered(rollout):
         ids, said, states = _roll(model, asked, tokens, temperature, seed, score)
         ops = ("lm_head_sample", *(["linear_logprob"] if score == "linear_logprob" else []))
         ran = tuple(d for op in ops if (d := rlk.last_decision(op)) is not None)
-    with _ordered(trainer):
+    with ordered(trainer):
         whole = model.full(ids[:, :-1])[:, prompt - 1 :]  # [B, T, D]
         drawn = ids[:, prompt:]
-        trained = _train(model, whole, drawn, temperature)
-        same = _train(model, states, drawn, temperature)
+        trained = train(model.head, model.bias, whole, drawn, temperature)
+        same = train(model.head, model.bias, states, drawn, temperature)
         scored = rlk.last_decision("linear_logprob")
     apart = (whole.double() - states.double()).abs().max() / states.double().abs().max()
     drifts = Drift.between(trained, said), Drift.between(same, said)
     return Agreement(model.name, *drifts, float(apart), ran, (scored,) if scored is not None else ())
 
 
-def _ordered(order: tuple[str, ...]) -> Any:
+def ordered(order: tuple[str, ...]) -> Any:
+    """The policy with an order of backends; () for the one in force."""
     return rlk.use(*order) if order else rlk.use()
 
 
@@ -118,10 +119,11 @@ def _roll(
     return torch.stack(ids, 1), torch.stack(said, 1), torch.stack(states, 1)
 
 
-def _train(model: Model, hidden: Tensor, ids: Tensor, temperature: float) -> Tensor:
-    """Log-probabilities [B, T] as a trainer takes them: with gradients."""
+def train(head: Tensor, bias: Tensor | None, hidden: Tensor, ids: Tensor, temperature: float, **more: Any) -> Tensor:
+    """Log-probabilities of ids [...] behind hidden states [..., D] as a trainer takes them: with gradients."""
     rows = hidden.reshape(-1, hidden.shape[-1]).detach().requires_grad_()
-    weight = model.head.detach().requires_grad_()
+    weight = head.detach().requires_grad_()
+    law = {"bias": bias, "temperature": temperature, **more}
     with torch.enable_grad():
-        out = rlk.linear_logprob(rows, weight, ids.reshape(-1), bias=model.bias, temperature=temperature, entropy=True)
+        out = rlk.linear_logprob(rows, weight, ids.reshape(-1), entropy=True, **law)
     return out.logprob.detach().view(ids.shape)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from rlkernel import lock, policy
+from rlkernel import record as record_file
 from rlkernel.cli.options import Force, Json, backends_named, dtype_named, present, to_write
 from rlkernel.cli.output import plain, print_json, print_table
 from rlkernel_core.errors import ConfigError, UnknownNameError
@@ -15,7 +17,9 @@ from rlkernel_core.errors import ConfigError, UnknownNameError
 if TYPE_CHECKING:
     import torch
 
-    from rlkernel.agree import Agreement
+    from rlkernel.agree import Agreement, Drift
+    from rlkernel.rollouts import Replay
+    from rlkernel_core.decision import Decision
 
 EXAMPLES: Final = (
     ("rlkernel agree", "the built-in decoder with random weights, the kernels that the policy chooses"),
@@ -23,11 +27,20 @@ EXAMPLES: Final = (
     ("rlkernel agree --trainer torch --output rlkernel.lock", "another order on one side; pin both"),
     ("rlkernel agree runs/checkpoint --dtype bfloat16", "a model of save_pretrained, by transformers"),
     ("rlkernel agree runs/checkpoint --exact", "the same by operators of exact bits: zero, or the first that differs"),
+    (
+        "rlkernel agree runs/checkpoint --record runs/rollout.safetensors --ran runs/engine --output rlkernel.lock",
+        "a rollout that an engine drew, scored by the trainer here; pin what ran on both sides",
+    ),
 )
 EXITS: Final = {0: "measured, and within --limit", 1: "the drift is beyond --limit, or not zero with --exact"}
 
 
+# What says how to draw, and has no meaning where another process drew.
+_DRAWING: Final = ("rollout", "score", "invariant", "sequences", "prompt", "tokens", "temperature", "seed")
+
+
 def command(
+    context: typer.Context,
     model: Annotated[
         Path | None,
         typer.Argument(metavar="MODEL", help="Folder of a model, or a config.json for random weights; left out, ours."),
@@ -51,6 +64,17 @@ def command(
     exact: Annotated[
         bool, typer.Option("--exact", help="MODEL by rlkernel.exact; the first module that differs is named.")
     ] = False,
+    record: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Score a rollout that rlkernel.rollouts.write recorded; nothing is drawn."),
+    ] = None,
+    ran: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="With --record: decisions.json of the process that drew, for --output."),
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(metavar="VERSION", help="With --record: the version in MODEL; others are left out.")
+    ] = None,
     sequences: Annotated[int, typer.Option(min=1, help="Sequences drawn together.")] = 8,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 8,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens drawn a sequence.")] = 24,
@@ -72,7 +96,18 @@ def command(
     Rollout and trainer compute the same log-probabilities by different
     programs, and the difference is an error in every importance ratio. The
     head's kernels alone are told apart from the rest of the model.
+
+    With --record another process has drawn, such as an engine of vLLM, and
+    the trainer's kernels score its tokens: under the law that the engine
+    states, and under the trainer's own, which tells a mismatch of laws from
+    one of numerics.
     """
+    if record is not None:
+        given: Any = {"trainer": trainer, "dtype": dtype, "device": device, "limit": limit, "exact": exact}
+        _record(context, model, record, ran=ran, weights=weights, output=output, force=force, json=json, **given)
+        return
+    if ran is not None or weights is not None:
+        raise ConfigError(f"{'--ran' if ran else '--weights'} is of a recorded rollout; name one with --record")
     from rlkernel.agree import measure
     from rlkernel.agree.sides import SCORES
     from rlkernel.probe import device_here
@@ -110,8 +145,67 @@ def command(
     if parted is not None:
         typer.echo(f"not exact: {parted}", err=True)
         raise typer.Exit(1)
-    if limit is not None and found.drift.max > limit:
-        typer.echo(f"the drift is beyond the limit: {found.drift.max:.3g} > {limit:.3g}", err=True)
+    _within(found.drift.max, limit)
+
+
+def _record(
+    context: typer.Context,
+    model: Path | None,
+    file: Path,
+    *,
+    ran: Path | None,
+    weights: str | None,
+    trainer: str | None,
+    dtype: str,
+    device: str | None,
+    limit: float | None,
+    exact: bool,
+    output: Path | None,
+    force: bool,
+    json: bool,
+) -> None:
+    """Score what another process drew."""
+    sources = ((name, context.get_parameter_source(name)) for name in _DRAWING)
+    drawing = [name for name, source in sources if source is not None and source.name == "COMMANDLINE"]
+    if drawing:
+        raise ConfigError(f"--{drawing[0]} says how to draw, and --record has drawn; leave one of them away")
+    if exact and model is None:
+        raise ConfigError("--exact is of a model of transformers; name the one that drew")
+    from rlkernel import rollouts
+    from rlkernel.agree.pretrained import pretrained
+    from rlkernel.probe import device_here
+
+    drawn = rollouts.read(file)
+    there = _ran(ran, drawn.decisions) if ran is not None else ()
+    scored = backends_named(trainer, "--trainer")
+    policy.use(*scored)  # an error before a model is loaded
+    if output is not None:
+        to_write(output, "--output", force=force)
+    where: Any = {"dtype": _dtype(dtype), "device": device_here() if device is None else present(device)}
+    subject: Any = rollouts.Builtin(**where).model if model is None else pretrained(model, exact=exact, **where)
+    found = rollouts.replay(drawn, subject, trainer=scored, weights=weights)
+    if output is not None:
+        lock.write(output, (*there, *found.trainer))
+    if json:
+        print_json(
+            {**found.as_dict(), "rollout": [d.as_dict() for d in there], "lock": str(output) if output else None}
+        )
+    else:
+        _print_replay(file, found, there, output)
+    _within(found.drift.max, limit)
+
+
+def _ran(run: Path, stated: str) -> tuple[Decision, ...]:
+    """What ran in the process that drew."""
+    found, rans = record_file.read(run)
+    if stated and found != stated:
+        raise ConfigError(f"--ran {run}: its decisions are {found}, and the rollout was drawn by {stated}")
+    return tuple(r.decision for r in rans)
+
+
+def _within(drift: float, limit: float | None) -> None:
+    if limit is not None and not drift <= limit:
+        typer.echo(f"the drift is beyond the limit: {drift:.3g} > {limit:.3g}", err=True)
         raise typer.Exit(1)
 
 
@@ -153,6 +247,33 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _print(found: Agreement, output: Path | None) -> None:
+    rows = (("whole path", found.drift), ("kernels of the head", found.kernels))
+    _print_drifts(rows, f"{found.model}: {found.drift.tokens} tokens")
+    typer.echo(f"hidden states differ by {found.hidden:.3g} of their largest entry")
+    _print_sides(found.rollout, found.trainer, output)
+
+
+def _print_replay(file: Path, found: Replay, there: tuple[Decision, ...], output: Path | None) -> None:
+    rows = [(f"{found.law} law on both sides", found.drift)]
+    if found.mixed is not None:
+        rows.append((f"tempered trainer, {found.law} rollout", found.mixed))
+    if len(found.places) > 1:
+        ends = [f"to {first - 1}" for first, _ in found.places[1:]] + ["on"]
+        rows += [(f"  tokens {at} {end}", d) for (at, d), end in zip(found.places, ends, strict=True)]
+    _print_drifts(rows, f"{found.model}: {found.drift.tokens} tokens of {file}")
+    if found.left_out:
+        typer.echo(f"{found.left_out} tokens left out: drawn by other weights, or greedy")
+    for one in found.worst:
+        place = f"sequence {one.sequence} token {one.token}, id {one.id}"
+        typer.echo(f"{place}: {one.rollout:.6g} in the rollout, {one.trainer:.6g} in the trainer")
+    if found.mixed is not None:
+        typer.echo(
+            f"a trainer's ratio against the {found.law} law is off by the second line; docs/laws.md has the remedy"
+        )
+    _print_sides(there, found.trainer, output)
+
+
+def _print_drifts(drifts: Iterable[tuple[str, Drift]], title: str) -> None:
     rows = [
         (
             name,
@@ -160,12 +281,14 @@ def _print(found: Agreement, output: Path | None) -> None:
             f"{d.clip:.2%}",
             f"{d.equal:.1%}",
         )
-        for name, d in (("whole path", found.drift), ("kernels of the head", found.kernels))
+        for name, d in drifts
     ]
-    columns = ("|dlogp|", "max", "mean", "p99", "KL", "clipped", "same bits")
-    print_table(columns, rows, title=f"{found.model}: {found.drift.tokens} tokens")
-    typer.echo(f"hidden states differ by {found.hidden:.3g} of their largest entry")
-    for side in ("rollout", "trainer"):
-        for d in getattr(found, side):
+    print_table(("|dlogp|", "max", "mean", "p99", "KL", "clipped", "same bits"), rows, title=title)
+
+
+def _print_sides(rollout: tuple[Decision, ...], trainer: tuple[Decision, ...], output: Path | None) -> None:
+    for side, ran in (("rollout", rollout), ("trainer", trainer)):
+        for d in ran:
             typer.echo(plain(f"{side}  {d.call.op} -> {d.backend}: {d.target} [{d.version}]").replace("\\[", "["))
-    typer.echo(f"{output} pins both sides" if output else "--output rlkernel.lock pins both sides")
+    sides = "both sides" if rollout else "the trainer"
+    typer.echo(f"{output} pins {sides}" if output else f"--output rlkernel.lock pins {sides}")

@@ -23,6 +23,7 @@ from rlkernel.rollouts.model import Builtin, ModelLogits, pretrained
 from rlkernel.rollouts.record import MOST, Params, Record, Rollout
 from rlkernel.rollouts.record_file import read, write
 from rlkernel.rollouts.redraw import ALPHA, TYPICAL, Verdict
+from rlkernel.rollouts.replay import Replay, Token, replay
 from rlkernel.rollouts.verify import Complaint, Verification, verify
 
 __all__ = [
@@ -34,7 +35,9 @@ __all__ = [
     "ModelLogits",
     "Params",
     "Record",
+    "Replay",
     "Rollout",
+    "Token",
     "Verdict",
     "Verification",
     "from_drawing",
@@ -42,6 +45,7 @@ __all__ = [
     "from_vllm",
     "pretrained",
     "read",
+    "replay",
     "verify",
     "write",
 ]

@@ -115,12 +115,7 @@ def verify(
             another shape.
     """
     checks.number("tolerance", tolerance, at_least=0.0)
-    known = record.versions
-    one = f"Pass one of {', '.join(visible(name, 80) for name in known[:8])}."
-    if weights is None and len(known) > 1:
-        raise ArgumentError("weights", f"{len(known)} versions", "must be named", one)
-    if weights is not None and weights not in known:
-        raise ArgumentError("weights", repr(weights), "drew no token", one if known else "The record has none.")
+    versions_asked(record, weights)
     wrong = list(_requests(record, asked)) if asked is not None else []
     found: list[tuple[Verdict, float | None]] = []
     for i, rollout in enumerate(record.rollouts):
@@ -134,6 +129,20 @@ def verify(
             wrong += [Complaint(i, t, *what) for what in _faults(rollout, t, verdict)]
         progress(len(rollout.ids))
     return _summary(tolerance, record.tokens - len(found), found, wrong)
+
+
+def versions_asked(record: Record, weights: str | None) -> None:
+    """Whether one version of the weights is meant.
+
+    Raises:
+        ArgumentError: several drew and none is named, or the one that is named drew nothing.
+    """
+    known = record.versions
+    one = f"Pass one of {', '.join(visible(name, 80) for name in known[:8])}."
+    if weights is None and len(known) > 1:
+        raise ArgumentError("weights", f"{len(known)} versions", "must be named", one)
+    if weights is not None and weights not in known:
+        raise ArgumentError("weights", repr(weights), "drew no token", one if known else "The record has none.")
 
 
 def _judged(
