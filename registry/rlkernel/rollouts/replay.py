@@ -30,13 +30,13 @@ WORST: Final = 5  # tokens that are named
 
 
 class Token(NamedTuple):
-    """A drawn token and its log-probability on both sides, nats."""
+    """A drawn token and its log-probability on both sides, under the same law."""
 
     sequence: int  # its number in the record
     token: int  # number of the drawn token
-    id: int
-    rollout: float
-    trainer: float
+    id: int  # in the vocabulary
+    rollout: float  # nats, as stated
+    trainer: float  # nats, as computed here
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,7 @@ def replay(record: Record, model: Model, *, trainer: tuple[str, ...] = (), weigh
             if not rows:
                 continue
             like, tempered = _scored(rollout, record.law, model, i)
-            assert rollout.logprob is not None
-            said.append(torch.tensor([rollout.logprob[t] for t in rows]))
+            said.append(torch.tensor(rollout.logprob)[rows])
             same.append(like[rows])
             own.append(tempered[rows])
             keys += [(i, t) for t in rows]
@@ -160,9 +159,8 @@ def _kept(
     law = {name: getattr(params, name) for name in names}
     steps = step + torch.arange(len(logits), device=logits.device)
     draw = rlk.sample(logits, seed=seed, step=steps, kept_capacity=logits.shape[1], **law)
-    assert draw.kept_ids is not None
-    assert draw.kept_count is not None
-    return draw.support().ids[: int(draw.kept_count.sum())], draw.kept_count.long()
+    found = draw.support()
+    return found.ids[: int(found.offsets[-1])], found.offsets.diff()
 
 
 def _places(at: Tensor, trained: Tensor, stated: Tensor) -> tuple[tuple[int, Drift], ...]:
