@@ -364,6 +364,7 @@ def test_a_run_of_what_is_missing_begins_with_what_the_committed_report_says_of_
     assert not (tmp_path / "elsewhere").exists()
 
 
+@pytest.mark.slow  # the longest test of results
 def test_one_call_brings_benchmarks_home_from_a_machine(tmp_path) -> None:
     command = [sys.executable, "tools/gpu_all.py", "--out", str(tmp_path), "--device", "cpu", "--size", "toy"]
     command += ["--only", "bench", "--suites", "policy_loss", "--backends", "torch", "--peers", "none"]

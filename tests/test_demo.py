@@ -353,6 +353,7 @@ def test_int4_weights_that_the_trainer_does_not_see_differ(tmp_path) -> None:
     assert start(tmp_path / "run")["tokens_that_differ"] > 0
 
 
+@pytest.mark.slow  # the longest test of the demo
 def test_it_learns(tmp_path) -> None:
     command = [
         sys.executable,

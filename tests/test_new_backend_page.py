@@ -21,6 +21,7 @@ __all__ = ["environment"]
 PAGE = INSTALLING[0]
 
 
+@pytest.mark.slow  # test_new_backend_installed.py installs and attacks the same template in half the time
 def test_a_backend_is_written_proved_and_packaged_by_the_page(environment) -> None:
     folder = environment.folder
     for i, block in enumerate(blocks(PAGE)):
