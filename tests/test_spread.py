@@ -48,6 +48,11 @@ def test_logits_that_are_spread_are_refused_with_their_placements_and_the_remedy
         call(distribute_tensor(LOGITS, mesh, [Shard(1)]))
 
 
+def test_a_mesh_in_the_place_of_a_group_is_refused_with_its_groups(mesh) -> None:
+    with pytest.raises(rlk.ArgumentTypeError, match=r"^group: .*DeviceMesh.*Pass mesh\.get_group\('tp'\)\.$"):
+        rlk.linear_logprob(HIDDEN, HEAD, IDS, group=mesh)
+
+
 def test_a_weight_that_is_spread_has_no_delta_but_that_of_a_ranks_share(mesh) -> None:
     old, new = (distribute_tensor(x, mesh, [Shard(0)]) for x in (HEAD, HEAD + 1))
     with pytest.raises(rlk.ArgumentTypeError, match=r"^old: must be a tensor of this rank; .*old\.to_local\(\)"):

@@ -1,4 +1,4 @@
-"""Tensors that are spread over ranks: a DTensor in a call is refused by name, with what to pass in its place.
+"""Tensors that are spread over ranks: a DTensor in a call is refused by name, with what to pass in its place; a mesh too.
 
 Nothing is taken apart here. The same Shard(0) of a head means two things: under FSDP ranks have tokens of their own and
 the head is to be gathered; under tensor parallelism they have the same tokens, and each its part of the vocabulary.
@@ -13,17 +13,23 @@ from typing import Any, Final
 from rlkernel_core.errors import ArgumentTypeError
 
 _MODULE: Final = "torch.distributed.tensor"
+_MESHES: Final = "torch.distributed.device_mesh"
 
 
 def refuse(call: Any) -> None:
-    """Refuse a call of which an argument is a DTensor.
+    """Refuse a call of which an argument is a DTensor or a DeviceMesh.
 
     Raises:
-        ArgumentTypeError: it names the argument, its placements and the two ways on.
+        ArgumentTypeError: it names the argument, its placements and the two ways on, or the mesh's groups.
     """
-    if _MODULE not in sys.modules:  # nobody can have made one
+    meshes: Any = sys.modules.get(_MESHES)
+    if meshes is None:  # nobody can have made a mesh, and no DTensor is without one
         return
     for name, x in _arguments(call):
+        if isinstance(x, meshes.DeviceMesh):
+            over = x.mesh_dim_names or tuple(range(x.ndim))
+            groups = " or ".join(f"mesh.get_group({dim!r})" for dim in over)
+            raise ArgumentTypeError(name, repr(x), "must be the process group of one dimension", f"Pass {groups}.")
         found = described(x)
         if found is not None:
             raise ArgumentTypeError(
