@@ -1,5 +1,6 @@
-"""Tensors that are spread over ranks: a DTensor in a call is refused by name, with what to pass in its place; a mesh too.
+"""Tensors that are spread over ranks: a DTensor in a call is refused by name, with what to pass in its place.
 
+A DeviceMesh in the place of a group is refused with the groups that it has.
 Nothing is taken apart here. The same Shard(0) of a head means two things: under FSDP ranks have tokens of their own and
 the head is to be gathered; under tensor parallelism they have the same tokens, and each its part of the vocabulary.
 """
