@@ -226,6 +226,52 @@ def test_what_of_vllm_cannot_be_drawn_again_is_refused(params, said) -> None:
         rollouts.from_vllm([vllm_output()], params, weights="w")
 
 
+def sglang_output(ids=(4, 5), logprobs=True):
+    rows = {"output_token_logprobs": [(-0.5 * i, i, None) for i in ids]} if logprobs else {}
+    return {"output_ids": list(ids), "meta_info": rows}
+
+
+def sglang_params(**more):
+    return {"temperature": 0.5, "top_p": 0.9, "sampling_seed": 40, "stop_token_ids": [8], "max_new_tokens": 2, **more}
+
+
+def test_what_sglang_returned_is_recorded_with_filters_that_are_intersected() -> None:
+    record = rollouts.from_sglang([[1, 2, 9]], [sglang_output()], sglang_params(), weights="step 3", stop_ids=[3])
+    params = Params(0.5, top_p=0.9, filter_order="joint", stop_ids=(8, 3), max_new_tokens=2)
+    expected = Rollout((1, 2, 9), 40, 3, params, (4, 5), (-2.0, -2.5), None, (("step 3", 2),))
+    assert record == Record((expected,), "tempered")
+
+
+@pytest.mark.parametrize(
+    ("more", "params"),
+    [
+        ({"temperature": 0}, {"temperature": 1.0, "top_k": 1}),
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"top_k": None, "min_p": 0.1}, {"top_k": 0, "min_p": 0.1}),
+        ({"ignore_eos": True}, {"stop_ids": (), "max_new_tokens": 2}),
+        ({"stop": "\n"}, {"stop_ids": (), "max_new_tokens": None}),
+    ],
+)
+def test_of_sglang_its_own_rules_make_the_law_and_the_end(more, params) -> None:
+    asked = [sglang_params(**more)]
+    record = rollouts.from_sglang([[1]], [sglang_output(logprobs=False)], asked, weights="w", stop_ids=[3])
+    (one,) = record.rollouts
+    assert {name: getattr(one.params, name) for name in params} == params
+    assert one.logprob is None
+
+
+@pytest.mark.parametrize(
+    ("params", "said"),
+    [
+        (sglang_params(sampling_seed=None), "names no seed"), (sglang_params(repetition_penalty=1.1), "edits logits"),
+        (sglang_params(n=2), "several sequences"), ([sglang_params()] * 2, "must be of the same requests"),
+    ],
+)  # fmt: skip
+def test_what_of_sglang_cannot_be_drawn_again_is_refused(params, said) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        rollouts.from_sglang([[1]], [sglang_output()], params, weights="w")
+
+
 def test_what_exact_generate_returned_is_recorded() -> None:
     from rlkernel import Generated
 

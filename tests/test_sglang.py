@@ -36,7 +36,7 @@ def theirs():
 def backend(theirs, monkeypatch):
     """Which sampling backend an engine was started with."""
 
-    def chosen(name: str) -> None:
+    def chosen(name: str, asked: str | None = None) -> None:
         features = SimpleNamespace(enable_custom_logit_processor=False, enable_watermark=False)
         context = SimpleNamespace(
             kernel=SimpleNamespace(sampling_backend=name),
@@ -45,6 +45,8 @@ def backend(theirs, monkeypatch):
         )
         monkeypatch.setattr(theirs.batches, "get_exec", lambda: context)
         monkeypatch.setattr("sglang.srt.runtime_context.get_exec", lambda: context)
+        settings = SimpleNamespace(sampling_backend=asked or name)
+        monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: settings)
 
     return chosen
 
@@ -78,6 +80,12 @@ def batch(theirs, *requests):
 def test_a_batch_of_the_default_backend_is_as_it_was(theirs, backend) -> None:
     backend("pytorch")
     assert batch(theirs, request("a", 7)).sampling_seed is None
+
+
+def test_a_batch_for_which_sglang_took_another_backend_than_ours_is_an_error(theirs, backend) -> None:
+    backend("pytorch", asked="rlkernel")
+    with pytest.raises(rlk.HostError, match="rlkernel was asked for, and SGLang took 'pytorch'"):
+        batch(theirs, request("a", 7))
 
 
 def test_a_batch_of_our_backend_has_the_seeds_of_its_requests(theirs, backend) -> None:

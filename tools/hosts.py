@@ -39,11 +39,12 @@ RUNS = {
     "test_peft_exact": "peft",
     "test_torchao": "torchao",
     "test_sglang": "sglang",
+    "test_sglang_engine": "sglang",
     "test_verl": "verl",
     "test_vllm": "vllm",
     "test_vllm_engine": "vllm",
 }
-WHOLE = {"test_vllm_engine"}  # each test is a run of its own, and has a row
+WHOLE = {"test_sglang_engine", "test_vllm_engine"}  # each test is a run of its own, and has a row
 # Not for a CPU's text models, or of CUDA builds that would replace torch.
 LEFT_OUT = {"torch", "torchaudio", "torchcodec", "torchvision"}
 

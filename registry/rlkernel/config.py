@@ -30,6 +30,7 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
     "RLKERNEL_CONFIG": "path of the configuration file (default: rlkernel.toml here or in a parent folder)",
     "RLKERNEL_ORDER": "backends in order of preference, comma-separated, e.g. 'acme,auto'",
     "RLKERNEL_FALLBACK": "'warn' or 'error'",
+    "RLKERNEL_RECORD": "folder in which an engine of SGLang writes decisions.json of what it draws with",
 }
 
 

@@ -1,12 +1,18 @@
 """SGLang: a sampler backend named `rlkernel`, by its registry; who wants it says `--sampling-backend rlkernel`.
 
-Held against SGLang's source, and run on a CPU with SGLang's own batches, hooks and sampler, `sgl_kernel` a stub; never
-run in its engine, which needs a GPU build. SGLang imports `register` by its entry-point group `sglang.srt.plugins`.
+Checked against SGLang's source, and run in its whole engine on a CPU with a stub for `sgl_kernel`; never on a GPU.
+SGLang imports `register` by its entry-point group `sglang.srt.plugins`.
 
 The filters are SGLang's: top-k, top-p and min-p of the batch, each taken on the tempered law and intersected. Noise is
 keyed by a request's `sampling_seed` and the place of its token in the sequence, the prompt included. SGLang hands seeds
 to a sampler in deterministic inference alone, which takes its own backend; so a hook of its plugins puts them into each
 batch that is made, where our backend was asked for. A request without a seed has one of its id, so that ranks agree.
+
+On a CPU SGLang takes its own backend whatever is asked for; a hook of its settings keeps ours there. Elsewhere a batch
+for which SGLang took another backend than the one asked for, as in deterministic inference, is an error that says so.
+
+Engines end their processes without a word. Where RLKERNEL_RECORD names a folder, decisions.json is written there after
+the first draw, and again after 2, 4, 8 ... draws; `rlkernel status` reads it.
 
 Legend: B requests · V vocabulary.
 """
@@ -14,12 +20,15 @@ Legend: B requests · V vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import logging
+import os
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel.integrations.host import Active, Host, Symbol, registered
-from rlkernel_core.errors import HostError
+from rlkernel_core.errors import FileError, HostError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,8 +37,10 @@ SAMPLER: Final = "sglang.srt.layers.sampler"
 _HOOKS: Final = "sglang.srt.plugins.hook_registry"
 _CONTEXT: Final = "sglang.srt.runtime_context"
 _BATCHES: Final = "sglang.srt.sampling.sampling_batch_info"
+_SETTINGS: Final = "sglang.srt.arg_groups"
 BATCH: Final = f"{_BATCHES}.SamplingBatchInfo.from_schedule_batch"
 BACKEND: Final = "rlkernel"
+RECORD: Final = "RLKERNEL_RECORD"
 HOST: Final = Host(
     name="sglang",
     distribution="sglang",
@@ -46,6 +57,10 @@ HOST: Final = Host(
         Symbol(_HOOKS, "HookRegistry.register", "target, hook, hook_type, source"),
         Symbol(_HOOKS, "HookType"),
         Symbol(_CONTEXT, "get_exec", ""),
+        Symbol(_CONTEXT, "get_server_args", ""),
+        Symbol(f"{_SETTINGS}.resolution_hooks", "register_resolution_hook", "name"),
+        Symbol(f"{_SETTINGS}.platform_hook", "handle_cpu_backends", "server_args"),
+        Symbol(f"{_SETTINGS}.overrides", "declare_resolution", "server_args, source, fields"),
         Symbol(_BATCHES, "SamplingBatchInfo.from_schedule_batch", "batch, vocab_size"),
     ),
     ran=False,
@@ -64,13 +79,30 @@ def register(*, force: bool = False) -> Active:
     module, hooks = import_module(SAMPLER), import_module(_HOOKS)
     module.register_sampler_backend(BACKEND, sampler(module.Sampler, entry))
     hooks.HookRegistry.register(BATCH, seeded, hooks.HookType.AFTER)
+    import_module(f"{_SETTINGS}.resolution_hooks").register_resolution_hook("handle_cpu_backends")(kept_on_cpu)
     return entry
 
 
+def kept_on_cpu(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """What SGLang calls in place of its settings for a CPU: those, and our backend where it was asked for."""
+    previous(server_args)
+    if server_args.device == "cpu" and server_args.sampling_backend == BACKEND:
+        import_module(f"{_SETTINGS}.overrides").declare_resolution(server_args, BACKEND, sampling_backend=BACKEND)
+
+
 def seeded(info: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
-    """What SGLang calls after it has made a batch: the batch, with seeds where our backend draws from it."""
+    """What SGLang calls after it has made a batch: the batch, with seeds where our backend draws from it.
+
+    Raises:
+        HostError: our backend was asked for, and SGLang took another.
+    """
     del cls, vocab_size
-    if import_module(_CONTEXT).get_exec().kernel.sampling_backend == BACKEND:
+    context = import_module(_CONTEXT)
+    asked, chosen = context.get_server_args().sampling_backend, context.get_exec().kernel.sampling_backend
+    if asked == BACKEND and chosen != BACKEND:
+        said = f"--sampling-backend {BACKEND} was asked for, and SGLang took {chosen!r}"
+        raise HostError(f"sglang: {said}; leave deterministic inference away, or ask for {chosen!r}")
+    if chosen == BACKEND:
         import torch
 
         info.sampling_seed = torch.tensor(seeds_of(batch.reqs), dtype=torch.int64, device=batch.device)
@@ -101,9 +133,33 @@ def sampler(base: Any, entry: Active) -> Any:
             simple_sampling_case: bool,
         ) -> tuple[Tensor, None]:
             entry.calls["sample"] += 1
-            return draw(probs, sampling_info, positions, filtered=not simple_sampling_case), None
+            drawn = draw(probs, sampling_info, positions, filtered=not simple_sampling_case)
+            recorded(entry.calls["sample"])
+            return drawn, None
 
     return RLKernelSampler
+
+
+def recorded(count: int) -> None:
+    """Write decisions.json after some counts of draws where RLKERNEL_RECORD names a folder; ranks have one each.
+
+    Raises:
+        FileError: it cannot be written after the first draw; later ones are logged.
+    """
+    folder = os.environ.get(RECORD)
+    if not folder or count & (count - 1):
+        return
+    from torch import distributed
+
+    from rlkernel import record
+
+    rank = distributed.get_rank() if distributed.is_initialized() else 0
+    try:
+        record.write(Path(folder) / f"rank{rank}" if rank else folder)
+    except FileError as error:
+        if count == 1:
+            raise
+        logging.getLogger(__name__).warning("decisions.json: %s", error)
 
 
 def draw(probs: Tensor, info: Any, positions: Tensor, *, filtered: bool) -> Tensor:

@@ -18,7 +18,7 @@ This package may import torch and numpy when it is imported; the command line im
 
 from __future__ import annotations
 
-from rlkernel.rollouts.engines import from_drawing, from_generated, from_vllm
+from rlkernel.rollouts.engines import from_drawing, from_generated, from_sglang, from_vllm
 from rlkernel.rollouts.model import Builtin, ModelLogits, pretrained
 from rlkernel.rollouts.record import MOST, Params, Record, Rollout
 from rlkernel.rollouts.record_file import read, write
@@ -42,6 +42,7 @@ __all__ = [
     "Verification",
     "from_drawing",
     "from_generated",
+    "from_sglang",
     "from_vllm",
     "pretrained",
     "read",

@@ -1,4 +1,4 @@
-"""Records of what engines drew: transformers' `generate` with `drawing`, `exact.generate`, vLLM with `Draw`.
+"""Records of what engines drew with our draw: transformers' `generate`, `exact.generate`, vLLM, SGLang.
 
 Each draws by `sample` with a request's seed and the place of a token in its sequence, so that the first step is the
 length of the prompt.
@@ -40,6 +40,23 @@ _UNEDITED: Final[Mapping[str, object]] = {
     "allowed_token_ids": None,
     "bad_words": None,
     "structured_outputs": None,
+}
+
+# What SGLang's sampling parameters say where they edit no logits and one sequence is drawn.
+_PLAIN: Final[Mapping[str, object]] = {
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+    "n": 1,
+    "beam_width": None,
+    "json_schema": None,
+    "regex": None,
+    "ebnf": None,
+    "structural_tag": None,
+    "logit_bias": None,
+    "custom_params": None,
+    "watermark": None,
 }
 
 
@@ -145,6 +162,43 @@ def from_vllm(
     return Record(tuple(rollouts), law, decisions)
 
 
+def from_sglang(
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[Mapping[str, Any]],
+    params: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    *,
+    weights: str,
+    stop_ids: Sequence[int] = (),
+    law: str = "tempered",
+    decisions: str = "",
+) -> Record:
+    """The record of what an engine of SGLang returned that was started with `--sampling-backend rlkernel`.
+
+    Args:
+        prompts: ids of each request, as `input_ids` of `generate`.
+        outputs: what it returned; with `return_logprob=True` the record states log-probabilities.
+        params: its `sampling_params`, or one for each request; they need a `sampling_seed`.
+        weights: version of the model's weights.
+        stop_ids: ids that end a sequence besides those of `params`: the model's end of sequence.
+        law: of the log-probabilities: "tempered" (SGLang's default), or "raw" (SGLANG_RETURN_ORIGINAL_LOGPROB=1).
+        decisions: hash of the decisions.json that the engine's process wrote, or "".
+
+    Raises:
+        ArgumentError: no seed, an edit of the logits, which a record cannot state, or params of other requests.
+    """
+    each = [params] * len(outputs) if isinstance(params, Mapping) else list(params)
+    if not len(each) == len(outputs) == len(prompts):
+        sizes = f"{len(prompts)} prompts, {len(outputs)} outputs, {len(each)} params"
+        raise ArgumentError("params", sizes, "must be of the same requests", "Align.")
+    rollouts = []
+    for prompt, output, asked in zip(prompts, outputs, each, strict=True):
+        own, ids = _of_sglang(asked, tuple(stop_ids)), tuple(output["output_ids"])
+        rows = output["meta_info"].get("output_token_logprobs")
+        told = ids, tuple(row[0] for row in rows) if rows else None, None, _drawn_by(weights, len(ids))
+        rollouts.append(Rollout(tuple(prompt), asked["sampling_seed"] % 2**64, len(prompt), own, *told))
+    return Record(tuple(rollouts), law, decisions)
+
+
 def _drawn_by(weights: str, n: int) -> tuple[tuple[str, int], ...]:
     return ((weights, n),) if n else ()
 
@@ -182,3 +236,24 @@ def _of_vllm(asked: Any, stop_ids: tuple[int, ...]) -> Params:
         ends = {"stop_ids": tuple(dict.fromkeys(stops)), "max_new_tokens": asked.max_tokens}
     law = {"temperature": float(asked.temperature), "top_k": max(asked.top_k, 0), "top_p": float(asked.top_p)}
     return Params(**law, min_p=float(asked.min_p), tie="keep_all", **ends)
+
+
+def _of_sglang(asked: Mapping[str, Any], stop_ids: tuple[int, ...]) -> Params:
+    """The law and the end of SGLang's sampling parameters: filters intersected, greedy as top-k 1."""
+    given = {name: value for name, value in asked.items() if value is not None}
+    if "sampling_seed" not in given:
+        fix = "Pass sampling_seed."
+        raise ArgumentError("params", "no sampling_seed", "names no seed, so that no draw can be repeated", fix)
+    for name, off in _PLAIN.items():
+        if given.get(name, off) not in (off, [], {}, ""):
+            fix = "Leave it away: temperature, top_k, top_p and min_p can be recorded, of one sequence a request."
+            raise ArgumentError("params", f"{name}={given[name]!r}", "edits logits, or draws several sequences", fix)
+    ends: dict[str, Any] = {}
+    if not (given.get("stop") or given.get("stop_regex")):  # texts, which ids do not tell
+        stops = () if given.get("ignore_eos") else (*given.get("stop_token_ids", ()), *stop_ids)  # both are ignored
+        ends = {"stop_ids": tuple(dict.fromkeys(stops)), "max_new_tokens": asked.get("max_new_tokens", 128)}
+    temperature, top_k = float(given.get("temperature", 1.0)), given.get("top_k", -1)
+    if temperature < 1e-6:  # SGLang's own rule
+        temperature, top_k = 1.0, 1
+    law: dict[str, Any] = {"top_k": top_k if 0 < top_k < 1 << 30 else 0, "top_p": float(given.get("top_p", 1.0))}
+    return Params(temperature, **law, min_p=float(given.get("min_p", 0.0)), filter_order="joint", **ends)
