@@ -128,7 +128,7 @@ class _Host:
             check_values(call, V if shard is None else int(shard.V))
         whole = () if shard is None else (shard.V, shard.offset)
         T = call.temperature if self._rows.T is None else None
-        kept = None if call.support is None else support_bitmask(call.support, V, *whole)  # type: ignore[arg-type]
+        kept = None if call.support is None else support_bitmask(call.support, V, *whole)
         ids = call.ids if shard is None else ids_of_group(call.ids, shard.V, several=several is not None)
         of = self._read(ids, T, call.mask, kept)  # type: ignore[arg-type]  # a tensor where there is no number
         ids, logits = of.ids, self._lying(call.logits)
