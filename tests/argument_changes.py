@@ -37,6 +37,7 @@ def logprob() -> Changes:
     return law() | {
         "top_logprobs": Change(3),
         "validate": Change(True, {"ids": ids(N) + V}),
+        "group": Change(None),
     }
 
 

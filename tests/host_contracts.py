@@ -20,8 +20,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from rlkernel.integrations import hosts
-from rlkernel.integrations.trl_functions import FUNCTIONS
+from rlkernel.integrations import hosts, trl_functions, verl_functions
 from rlkernel.integrations.trl_rollout import ROLLOUT
 from rlkernel.integrations.trl_trainers import GRPO
 
@@ -29,7 +28,7 @@ FILE = Path(__file__).with_suffix(".json")
 
 
 def known() -> list[Any]:
-    return [*hosts(), GRPO, ROLLOUT, FUNCTIONS]
+    return [*hosts(), GRPO, ROLLOUT, trl_functions.FUNCTIONS, verl_functions.FUNCTIONS]
 
 
 class Wheel:

@@ -63,7 +63,7 @@ def more(group: Any) -> Mapping[str, list[Call]]:
     grouped = [kind for kind, row in ADVANTAGES.items() if set(row.requires) == {"group"}]
     divergences = [{"temperature": PER_ROW}, *({"kind": kind} for kind in DIVERGENCES)]
     return {
-        "logprob": [{"temperature": PER_ROW}, {"validate": True}, {"ids": ids(N, 3)}],
+        "logprob": [{"temperature": PER_ROW}, {"validate": True}, {"ids": ids(N, 3)}, {"group": group}],
         "linear_logprob": [*head, {"backward": "recompute"}, {"ids": ids(N, 3)}],
         "policy_loss": [*losses(), {"process_group": group}],
         "divergence": divergences,

@@ -14,6 +14,7 @@ from tests.observed import observed
 
 # Arguments that change no result of a call in one process, and what shows them.
 HINTS = {
+    ("logprob", "group"): "collectives: test_a_group_talks; shards: LP-31 to LP-34",
     ("linear_logprob", "backward"): "memory: test_saved_logits_are_kept_for_the_backward_pass",
     ("linear_logprob", "group"): "collectives: test_a_group_talks; shards: LL-20 to LL-22",
     ("linear_divergence", "backward"): "memory: test_saved_logits_are_kept_for_the_backward_pass",

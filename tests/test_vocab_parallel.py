@@ -1,6 +1,8 @@
-"""A vocabulary split over ranks: what clauses LL-20 to LL-22 do not say."""
+"""A vocabulary split over ranks: what clauses LL-20 to LL-22 and LP-31 to LP-34 do not say."""
 
+import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,8 +17,13 @@ from rlkernel_common.row_statistics import (
 from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ArgumentError
-from rlkernel_torch.direct import linear_logprob
+from rlkernel_torch.direct import linear_logprob, logprob
 from tests.logprob_inputs import rows
+from tests.process_groups import alone
+
+__all__ = ["alone"]
+SPLIT = Subject("torch", "logprob")
+CUTS = (0, 7, 8, 61)
 
 
 def test_ranks_that_hold_other_tokens_are_refused():
@@ -28,6 +35,61 @@ def test_ranks_that_hold_other_tokens_are_refused():
             return error.argument
 
     assert on_ranks(Subject("torch", "linear_logprob"), 3, refused) == ["hidden"] * 3
+
+
+def test_ranks_that_hold_other_rows_of_logits_are_refused():
+    def refused(rank, group):
+        try:
+            logprob(torch.zeros(2 + rank, 4), torch.zeros(2 + rank).long(), group=group)
+        except ArgumentError as error:
+            return error.argument
+
+    assert on_ranks(SPLIT, 3, refused) == ["ids"] * 3
+
+
+@pytest.mark.parametrize("peak", (0.0, 40.0))
+def test_split_logits_have_the_log_softmax_and_gradient_of_float64(peak):
+    x, ids = rows(5, CUTS[-1], dtype=torch.float64, peak=peak)
+    whole = x.clone().requires_grad_()
+    z = torch.log_softmax(whole / 0.7, -1)
+    want = [z.gather(1, ids[:, None])[:, 0], -(z.exp() * z).sum(1), torch.logsumexp(whole / 0.7, -1)]
+    weights = torch.linspace(-1, 1, 5, dtype=torch.float64)
+    sum((i + 1) * (y * weights).sum() for i, y in enumerate(want)).backward()
+
+    def on_rank(rank, group):
+        leaf = x[:, CUTS[rank] : CUTS[rank + 1]].clone().requires_grad_()
+        out = logprob(leaf, ids, temperature=0.7, entropy=True, group=group)
+        have = (out.logprob, out.entropy, out.lse)
+        sum((i + 1) * (y * weights).sum() for i, y in enumerate(have)).backward()
+        return *(y.detach() for y in have), leaf.grad
+
+    ranks = on_ranks(SPLIT, 3, on_rank)
+    torch.testing.assert_close(ranks[2][:3], tuple(y.detach() for y in want), atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(torch.cat([r[3] for r in ranks], 1), whole.grad, atol=1e-12, rtol=1e-12)
+
+
+def test_validation_knows_the_whole_vocabulary():
+    x, ids = rows(5, CUTS[-1])
+    outside = ids.clone()
+    outside[2] = CUTS[-1]
+
+    def on_rank(rank, group):
+        mine = x[:, CUTS[rank] : CUTS[rank + 1]]
+        taken = logprob(mine, ids, validate=True, group=group).invalid.any().item()
+        try:
+            logprob(mine, outside, validate=True, group=group)
+        except ArgumentError as error:
+            return taken, error.argument
+
+    assert on_ranks(SPLIT, 3, on_rank) == [(False, "ids")] * 3
+
+
+def test_what_a_rank_sends_does_not_depend_on_the_vocabulary(alone, monkeypatch):
+    sent, gather = [], dist.all_gather
+    monkeypatch.setattr(dist, "all_gather", lambda out, x, group: sent.append(x.numel()) or gather(out, x, group=group))
+    for V in (40, 4000):
+        logprob(*rows(6, V), entropy=True, group=alone)
+    assert sent == [3, 6 * 4] * 2  # sizes; the logit of the id, the largest other one, their sum and its moment
 
 
 @given(

@@ -184,33 +184,33 @@ def stored(rows: int, device: str = "cpu") -> QuantTensor:
     return quantize(draw(rows, D), "int4_g32").to(device)
 
 
-# Of several ids per row, for both operators that take them.
-BAD_LISTS: Final = (
+# Of both operators that give log-probabilities.
+BAD_SCORES: Final = (
     ("ids", {"ids": torch.zeros(N, 0, dtype=torch.int64)}),
     ("ids", {"ids": torch.zeros(N + 1, 3, dtype=torch.int64)}),
     ("support", {"ids": ids(N, 3), "support": Support(ids(N), torch.arange(N + 1))}),
+    ("temperature", {"temperature": 0.0}),
+    ("temperature", {"temperature": leaf(N)}),
+    ("group", {"group": "tp"}),
 )
 # Operator -> (how the name of the refused argument begins, what is changed in the example call of six rows): refusals
 # that depend on another argument or on a limit of one. A name that is not known gets a suggestion instead.
 REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
     "logprob": lambda: [
         ("logits", {"logits": torch.zeros(N, 0)}),
-        ("temperature", {"temperature": 0.0}),
-        ("temperature", {"temperature": leaf(N)}),
         ("softcap", {"softcap": 0.0}),
         ("top_logprobs", {"top_logprobs": V + 1}),
-        *BAD_LISTS,
+        ("top_logprobs", {"top_logprobs": 1, "group": SimpleNamespace(rank=int, size=int)}),
+        *BAD_SCORES,
     ],
     "linear_logprob": lambda: [
         ("bias", {"bias": torch.zeros(V + 1)}),
         ("hidden", {"hidden": torch.zeros(N, 0)}),
         ("weight", {"weight": torch.zeros(V, D + 1)}),
         ("weight", {"weight": torch.zeros(0, D)}),
-        ("temperature", {"temperature": 0.0}),
-        ("temperature", {"temperature": leaf(N)}),
         ("logit_scale", {"logit_scale": 0.0}),
         ("max_workspace_bytes", {"max_workspace_bytes": 0}),
-        *BAD_LISTS,
+        *BAD_SCORES,
     ],
     "sample": lambda: [
         ("top_k", {"top_k": 2.0}),

@@ -433,6 +433,7 @@ class _LogprobFunction(Protocol[_R_co]):
         top_logprobs: int = 0,
         support: Support | None = None,
         validate: bool = False,
+        group: ProcessGroup | None = None,
     ) -> _R_co: ...
 
 class _Logprob(_LogprobFunction[LogprobResult], Operator, Protocol):

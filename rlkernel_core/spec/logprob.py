@@ -19,8 +19,11 @@ A -inf logit is a forbidden id: it stays -inf under the softcap.
 
 Several ids of a row share its logsumexp: d (sum_k g_k log p_k) / d z_j = sum_k g_k 1[j = id_k] - p_j sum_k g_k.
 
+With a `group` the vocabulary is split over ranks. A rank's statistics (m, s and the first moment of its ids but `id`,
+and z_id where it has that id) are joined in rank order; the gradient of its logits then needs no other rank.
+
 Legend: N tokens (any leading shape) · V vocabulary · K listed ids of a row.
-Longer than most modules, because a contract and its table of clauses stand in one place. Imports no torch.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -36,16 +39,17 @@ from rlkernel_core.spec.form import (
     CAPTURABLE,
     DETERMINISTIC,
     GRAD,
-    Clause,
     Feature,
     OpCall,
     OpSpec,
     Tolerance,
 )
 from rlkernel_core.spec.listed_ids import MANY_IDS, check_ids, check_one_id, many_ids
+from rlkernel_core.spec.logprob_clauses import CLAUSES
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ class LogprobCall(OpCall[LogprobResult]):
     """Log-probability of `ids` under softmax(cap(logits) / temperature), and what comes with it in the same read.
 
     Args:
-        logits: [..., V] bf16, fp16 or fp32 (float64 on backends that claim it); any strides; never written to.
+        logits: [..., V] bf16, fp16 or fp32 (float64 on backends that claim it); any strides; never written to. With
+            `group` this rank's ids of the vocabulary alone.
         ids: [...] integer; in a masked row it may hold anything. One out of range in a row that counts gives NaN
             with gradient 0 for log-probability and kept mass, and sets `invalid`; lse, entropy and top of that row
             do not depend on the id and stay as they are. Or [..., K], several ids of each row, by one pass over the
@@ -92,13 +97,19 @@ class LogprobCall(OpCall[LogprobResult]):
             counts as kept; an id kept twice counts once; ids beyond the last offset are ignored. Entropy, lse and
             top stay those of softmax(z). For one id per row alone.
         validate: check ids, temperatures and support on the host (synchronizes) and raise.
+        group: process group over which the vocabulary is split, shards in rank order, of equal size or not, as a
+            tensor-parallel output head leaves its logits. ids, mask, temperature, support and upstream gradients are
+            the same on all ranks, and so are the results, bit by bit; they may differ in their last bits from those of
+            another number of ranks. ids and support count in the whole vocabulary. Two collectives forward, three with
+            several ids per row: three integers, a few numbers per row, and the listed logits; none backward. Where
+            logits require a gradient on one rank they do so on all.
 
     Returns:
         logprob, lse, entropy and log_kept_mass are differentiable with respect to logits, once.
 
     Raises:
-        ArgumentError: wrong rank, sizes, device, dtype, temperature <= 0, a support beside several ids per row, or
-            (validate=True) ids out of range.
+        ArgumentError: wrong rank, sizes, device, dtype, temperature <= 0, a support beside several ids per row,
+            top_logprobs with a group, or (validate=True) ids out of range.
     """
 
     logits: Tensor
@@ -111,6 +122,7 @@ class LogprobCall(OpCall[LogprobResult]):
     top_logprobs: int = 0
     support: Support | None = None
     validate: bool = False
+    group: ProcessGroup | None = None
 
 
 def check(call: LogprobCall) -> None:
@@ -130,6 +142,10 @@ def check(call: LogprobCall) -> None:
     if call.support is not None:
         check_support(call.support, rows, logits)
         check_one_id(ids, logits)
+    checks.process_group("group", call.group)
+    if call.group is not None and call.top_logprobs:
+        problem = "is not there where the vocabulary is split over a group"
+        raise ArgumentError("top_logprobs", call.top_logprobs, problem, "Pass 0, or gather the logits.")
 
 
 def check_support(support: Any, rows: Any, beside: Tensor) -> None:
@@ -201,158 +217,9 @@ SPEC = OpSpec(
         Feature("top_logprobs", "the n most likely ids, ties to the lowest id"),
         Feature("support", "log-probability under the truncated law, with the kept mass"),
         Feature("validate", "ids checked on the host"),
+        Feature("group", "the vocabulary is split over a process group"),
     ),
-    clauses=(
-        Clause(
-            "LP-01",
-            "matches float64",
-            "log p, and lse where claimed, are within tolerance of the float64 definition",
-            "accuracy",
-        ),
-        Clause(
-            "LP-02",
-            "confident rows keep precision",
-            "where p_id is near 1, log p has relative error <= 1e-4 and is never positive",
-            "accuracy",
-        ),
-        Clause("LP-03", "any vocabulary size", "V is no multiple of anything: every column counts once", "accuracy"),
-        Clause(
-            "LP-04",
-            "shift invariance",
-            "adding a constant to a row changes log p and entropy within tolerance only, "
-            "for rows far below and far above 0",
-            "invariance",
-        ),
-        Clause("LP-05", "probabilities sum to one", "exp(log p) over all ids of a row sums to 1", "accuracy"),
-        Clause(
-            "LP-06", "vocabulary permutation", "permuting the vocabulary permutes ids and nothing else", "invariance"
-        ),
-        Clause(
-            "LP-07",
-            "minus infinity",
-            "-inf logits have probability 0, with a softcap too, and add 0 to the entropy and its gradient",
-            "accuracy",
-        ),
-        Clause(
-            "LP-08",
-            "temperature once",
-            "temperature t on logits equals temperature 1 on logits / t, for log p and entropy alike",
-            "law",
-        ),
-        Clause(
-            "LP-09",
-            "temperature per row",
-            "a tensor of temperatures equals one call per row",
-            "law",
-            "per_row_temperature",
-        ),
-        Clause("LP-10", "softcap before temperature", "z = c tanh(logits / c) / T", "law", "softcap"),
-        Clause(
-            "LP-11",
-            "mask selects",
-            "a masked row gives 0 and gradient 0 though it holds NaN, inf or ids out of range",
-            "law",
-            "mask",
-        ),
-        Clause("LP-12", "entropy", "entropy matches float64, lies in [0, log V]", "accuracy", "entropy"),
-        Clause("LP-13", "gradient", "the gradient of log p, lse and entropy matches float64", "gradient", "grad"),
-        Clause(
-            "LP-14",
-            "gradient of a row sums to zero",
-            "d log p / d logits sums to 0 over the vocabulary",
-            "gradient",
-            "grad",
-        ),
-        Clause(
-            "LP-15",
-            "top-n",
-            "the n best ids by (logit descending, id ascending), with their log p",
-            "accuracy",
-            "top_logprobs",
-        ),
-        Clause(
-            "LP-16",
-            "support",
-            "log p renormalized over the kept ids; log p + log_kept_mass is the tempered log p",
-            "law",
-            "support",
-        ),
-        Clause(
-            "LP-17",
-            "out-of-range ids",
-            "an unmasked id or kept id out of range gives NaN, gradient 0 and a flag, never 0, and disturbs no "
-            "other row; validate=True raises ArgumentError",
-            "refusal",
-        ),
-        Clause("LP-18", "any layout", "strided views and padded rows give the bits of contiguous input", "invariance"),
-        Clause("LP-19", "no rows", "N = 0 gives empty results and a zero gradient", "accuracy"),
-        Clause(
-            "LP-20",
-            "inputs untouched",
-            "no argument is written to; global RNG, default dtype and device stay",
-            "side_effect",
-        ),
-        Clause("LP-21", "batch invariance", BATCH_INVARIANT.text, "invariance", "batch_invariant"),
-        Clause("LP-22", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
-        Clause(
-            "LP-23",
-            "capture",
-            "the call can be captured in a graph and replays with new inputs",
-            "capture",
-            "capturable",
-        ),
-        Clause(
-            "LP-24",
-            "bad arguments",
-            "wrong rank, sizes, dtype or temperature <= 0 raise ArgumentError naming the argument; "
-            "so does a temperature that requires a gradient",
-            "refusal",
-        ),
-        Clause(
-            "LP-25",
-            "rows without a law",
-            "NaN, +inf or all -inf logits, or a temperature that is not positive and finite, give NaN in their own row "
-            "and change no bit of another",
-            "law",
-        ),
-        Clause(
-            "LP-26",
-            "gradients on and off agree",
-            "log p with a gradient wanted and without one are the same bits: an on-policy ratio is exactly 1",
-            "invariance",
-            "grad",
-        ),
-        Clause(
-            "LP-27",
-            "masked and invalid rows ignore the upstream gradient",
-            "their gradient is 0 though the upstream gradient is NaN",
-            "gradient",
-            "grad",
-        ),
-        Clause(
-            "LP-28",
-            "several ids",
-            "log p of each of K ids of a row is within tolerance of float64, with relative error <= 1e-4 where p is "
-            "near 1, repeated ids alike; one id in a list has the bits of that id alone",
-            "accuracy",
-            "many_ids",
-        ),
-        Clause(
-            "LP-29",
-            "gradient of several ids",
-            "the gradient is that of the sum over the K ids, repeated ids included, beside that of lse and entropy",
-            "gradient",
-            "many_ids",
-        ),
-        Clause(
-            "LP-30",
-            "absent and invalid ids of several",
-            "-1 gives 0; another id out of range gives NaN and its own flag; both have gradient 0 though the upstream "
-            "gradient is NaN, the other ids of their row stay, and a masked row gives 0",
-            "law",
-            "many_ids",
-        ),
-    ),
+    clauses=CLAUSES,
     tolerances=(
         Tolerance("logprob", "float32", 1e-5, 1e-6, "fp32 ulp of an lse near 32 is 3.8e-6; two roundings and a sum"),
         Tolerance("logprob", "bfloat16", 1e-5, 1e-6, "inputs are exact in fp32; the arithmetic is the fp32 one"),

@@ -40,9 +40,9 @@ def choose(ids: Tensor, mask: Tensor | None, V: Tensor | int, kept: KeptIds | No
     return Chosen(torch.where(usable, ids, -1), mask, invalid)
 
 
-def check_values(call: LogprobCall) -> None:
-    """The checks of `validate=True`: they read values, hence wait for the device."""
-    ids, rows, V, support = call.ids, call.logits.shape[:-1], call.logits.shape[-1], call.support
+def check_values(call: LogprobCall, V: int) -> None:
+    """The checks of `validate=True` with a vocabulary of V ids: they read values, hence wait for the device."""
+    ids, rows, support = call.ids, call.logits.shape[:-1], call.support
     counted = torch.ones(rows, dtype=torch.bool, device=ids.device) if call.mask is None else call.mask
     wrong, range_ = (ids < 0) | (ids >= V), f"lie in [0, {V}) in every row that counts"
     if ids_per_row(ids, call.logits) is None:

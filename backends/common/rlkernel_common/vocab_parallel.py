@@ -28,19 +28,28 @@ class Shard(NamedTuple):
     V: Tensor | int  # size of the whole vocabulary
 
 
-def locate(group: dist.ProcessGroup | None, V: int, N: int, D: int, device: torch.device) -> Shard:
-    """Learn the sizes of all shards; shards of any size, in rank order."""
+def locate(
+    group: dist.ProcessGroup | None, V: int, N: int, D: int, device: torch.device, name: str = "hidden",
+    sizes: str = "[N, D]",
+) -> Shard:  # fmt: skip
+    """Learn the sizes of all shards; shards of any size, in rank order.
+
+    Args:
+        group: the ranks.
+        V: size of this rank's shard.
+        N: rows, the same on all ranks.
+        D: the other size that all ranks share.
+        device: of the call.
+        name: the argument that has these sizes.
+        sizes: what they are called.
+    """
     if group is None:
         return Shard(None, 0, V)
     mine = torch.cat([torch.full((1,), size, dtype=torch.int64, device=device) for size in (V, N, D)])
     every = gathered(mine, group)
     if readable(every) and bool((every[:, 1:] != mine[1:]).any()):
-        raise ArgumentError(
-            "hidden",
-            every[:, 1:].tolist(),
-            "must be the same on all ranks of the group",
-            "Pass equal [N, D] everywhere.",
-        )
+        problem = "must be the same on all ranks of the group"
+        raise ArgumentError(name, every[:, 1:].tolist(), problem, f"Pass equal {sizes} everywhere.")
     return Shard(group, every[: group.rank(), 0].sum(), every[:, 0].sum())
 
 

@@ -1,6 +1,7 @@
 """logprob@1 in plain torch: rows are read in blocks, so the only [N, V] tensor made is the gradient.
 
-Every row goes through `row_statistics` with tiles that depend on V alone; its bits depend on nothing but the row.
+Every row goes through `row_statistics` with tiles that depend on V alone; its bits depend on nothing but the row, and
+with a group on how the vocabulary is split: a rank joins its own tiles, and then the ranks are joined.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from rlkernel_common import listed_ids
+from rlkernel_common import listed_ids, vocab_parallel
 from rlkernel_common.kept_ids import KeptIds
 from rlkernel_common.row_selection import (
     Chosen,
@@ -23,11 +24,13 @@ from rlkernel_common.row_selection import (
 from rlkernel_common.row_statistics import (
     SoftmaxStats,
     accumulator,
+    below,
     cap,
     gradient,
     join,
     partial_softmax,
     softmax_stats,
+    stacked,
     temperatures,
     tile_width,
     uncap,
@@ -46,7 +49,7 @@ def logprob(call: LogprobCall) -> LogprobResult:
     """The operator's contract is `rlkernel_core.spec.logprob.LogprobCall`.
 
     Memory beyond results and gradient: some blocks of 16 MiB (of one row where a row is larger), a few numbers per
-    row and per kept id.
+    row (with a group, per rank too) and per kept id.
     """
     return LogprobPair(call)(call) if gradient_wanted("logprob", call) else _forward(call)[0]
 
@@ -64,38 +67,41 @@ class LogprobPair(Pair[LogprobCall, LogprobResult]):
 
     def forward(self, call: LogprobCall) -> tuple[LogprobResult, Saved]:
         """The result, and the law of every row."""
-        result, ids, row, listed = _forward(call)
+        result, ids, first, row, listed = _forward(call)
         numbers = (row.logprob, row.top, row.log_total, row.mean, row.kept_top, row.kept_log_total)
-        return result, (*_arguments(call), ids, *numbers, *listed)
+        return result, (*_arguments(call), ids, first, *numbers, *listed)
 
     def backward(self, saved: Saved, grads: Saved) -> Saved:
         """One read of the logits and one write."""
-        logits, mask, each_T, kept_ids, offsets, ids, value, top, log_total, mean, *kept_law, many, many_y = saved
-        kept_top, kept_log_total = kept_law
+        logits, mask, each_T, kept_ids, offsets, ids, first, *numbers, many, many_y = saved
+        value, top, log_total, mean, kept_top, kept_log_total = numbers
         if logits is None or ids is None or value is None or top is None or log_total is None:
             raise RLKernelError("logprob: its backward pass got less than its forward pass saved")
         row = SoftmaxStats(value, value, None, None, top, log_total, mean, kept_top, kept_log_total)  # lse is unread
         T = temperatures(each_T if self._T is None else self._T, self._rows, value.dtype, value.device)  # type: ignore[arg-type]
-        support = None if kept_ids is None or offsets is None else KeptIds(Support(kept_ids, offsets), logits.shape[-1])
+        offset, support = 0 if first is None else first, None
+        if kept_ids is not None and offsets is not None:  # which of them lie outside was told in the forward pass
+            support = KeptIds(Support(kept_ids, offsets), logits.shape[-1], offset=offset)
         counted = None if mask is None else mask.reshape(-1)
         flat = free_rows(logits)
         of_ids, *of_rows = [None if x is None else x.reshape(-1) for x in grads]
         each = None
         if many is not None and of_ids is not None:
             each, of_ids = listed_ids.upstream_of(many, of_ids)
-        g = selected((of_ids, *of_rows), ids, counted)
+        g, local = selected((of_ids, *of_rows), ids, counted), ids - offset
         every = torch.empty_like(logits, memory_format=torch.contiguous_format)
         grad = every.view(-1, flat.shape[-1])
         for rows in _blocks(*grad.shape):
             x = take(flat, rows).to(T.dtype)
             kept = None if support is None else support.block(rows.start, x.shape[0], 0, x.shape[1])
-            dy = gradient(cap(x, self._softcap), ids[rows], T[rows], row.of(rows), g.of(rows), kept)
+            dy = gradient(cap(x, self._softcap), local[rows], T[rows], row.of(rows), g.of(rows), kept)
             if each is not None and many is not None and many_y is not None:
                 listed = many[rows], many_y[rows]
                 dy = listed_ids.put(
                     dy,
                     listed[0],
                     listed_ids.gradient_at(*listed, ids[rows], T[rows], row.of(rows), each[rows], g.of(rows)),
+                    offset,
                 )
             dx = uncap(dy, x, self._softcap)
             grad[rows] = dx if counted is None else torch.where(counted[rows, None], dx, 0.0)
@@ -113,8 +119,9 @@ class LogprobPair(Pair[LogprobCall, LogprobResult]):
         mean = None if result.entropy is None else number()
         kept = (None, None) if call.support is None else (number(), number())
         chosen = call.ids.new_empty(N, dtype=torch.int64)
+        first = None if call.group is None else chosen.new_empty(())
         listed = (None, None) if K is None else (chosen.new_empty((N, K)), number(K))
-        return *_arguments(call), chosen, number(), number(), number(), mean, *kept, *listed
+        return *_arguments(call), chosen, first, number(), number(), number(), mean, *kept, *listed
 
 
 def _arguments(call: LogprobCall) -> Saved:
@@ -124,25 +131,29 @@ def _arguments(call: LogprobCall) -> Saved:
     return call.logits, call.mask, T if isinstance(T, Tensor) else None, *kept
 
 
-def _forward(call: LogprobCall) -> tuple[LogprobResult, Tensor, SoftmaxStats, Saved]:
-    """The result, the ids that may be used ([N], -1: none), the law of every row, and listed ids with their logits."""
+def _forward(call: LogprobCall) -> tuple[LogprobResult, Tensor, Tensor | None, SoftmaxStats, Saved]:
+    """The result, and what the gradient reads.
+
+    The ids that may be used ([N], -1: none), the first id of this rank where there is a group, the law of every row,
+    and listed ids with their logits.
+    """
     logits, ids, mask, top_logprobs, support = call.logits, call.ids, call.mask, call.top_logprobs, call.support
-    rows, V = logits.shape[:-1], logits.shape[-1]
+    rows, N, K = logits.shape[:-1], logits.shape[:-1].numel(), ids_per_row(ids, logits)
+    shard = vocab_parallel.locate(call.group, logits.shape[-1], N, K or 1, logits.device, "ids", "[N, K]")
     if call.validate:
-        check_values(call)
+        check_values(call, int(shard.V))
     dtype = accumulator(logits)
     T = temperatures(call.temperature, rows, dtype, logits.device)
-    kept = None if support is None else KeptIds(support, V)
-    counted = None if mask is None else mask.reshape(-1)
-    flat, K = free_rows(logits.detach()), ids_per_row(ids, logits)
+    kept = None if support is None else KeptIds(support, shard.V, offset=shard.offset)
+    counted, flat = None if mask is None else mask.reshape(-1), free_rows(logits.detach())
     listed, y = None, None
     if K is None:
-        chosen = choose(ids.reshape(-1), counted, V, kept)
+        chosen = choose(ids.reshape(-1), counted, shard.V, kept)
     else:
-        listed = listed_ids.list_ids(ids.reshape(rows.numel(), K), counted, V)
-        y = cap(_at(flat, listed.ids).to(dtype), call.softcap)
+        listed = listed_ids.list_ids(ids.reshape(N, K), counted, shard.V)
+        y = cap(_at(flat, listed.ids, shard, dtype), call.softcap)
         chosen = Chosen(listed_ids.chosen_of(listed.ids, y), counted, listed.invalid)
-    row = _statistics(flat, chosen.ids, T, kept, call.softcap, moment=call.entropy)
+    row = _statistics(flat, chosen.ids, T, kept, shard, call.softcap, moment=call.entropy)
     values, lse, H, mass = results(row, chosen.ids, chosen.counted)
     if listed is not None and y is not None:
         values = listed_ids.log_probabilities(listed, y, chosen.ids, T, row)
@@ -156,14 +167,22 @@ def _forward(call: LogprobCall) -> tuple[LogprobResult, Tensor, SoftmaxStats, Sa
         log_kept_mass=None if mass is None else shaped(mass, rows),
         invalid=chosen.invalid.view(ids.shape),
     )
-    return result, chosen.ids, row, (None if listed is None else listed.ids, y)
+    first = shard.offset if isinstance(shard.offset, Tensor) else None
+    return result, chosen.ids, first, row, (None if listed is None else listed.ids, y)
 
 
-def _at(flat: Tensor, ids: Tensor) -> Tensor:
-    """[N, K] logits at listed ids, those of the first column where there is none; no row is copied."""
+def _at(flat: Tensor, ids: Tensor, shard: vocab_parallel.Shard, dtype: torch.dtype) -> Tensor:
+    """[N, K] logits at listed ids, before the cap, any number where there is none; no row is copied."""
+    local = ids - shard.offset
+    at = local.clamp(0, flat.shape[-1] - 1)
     if flat.dim() == 2:
-        return flat.gather(1, ids.clamp_min(0))
-    return flat.gather(-1, ids.clamp_min(0).view(*flat.shape[:-1], -1)).reshape(ids.shape)
+        y = flat.gather(1, at).to(dtype)
+    else:
+        y = flat.gather(-1, at.view(*flat.shape[:-1], -1)).reshape(ids.shape).to(dtype)
+    if shard.group is not None:
+        y = torch.where(at == local, y, 0.0)
+        vocab_parallel.add(y, shard.group)  # each id lies on one rank
+    return y
 
 
 def _blocks(N: int, V: int) -> Iterator[slice]:
@@ -172,17 +191,21 @@ def _blocks(N: int, V: int) -> Iterator[slice]:
 
 
 def _statistics(
-    flat: Tensor, ids: Tensor, T: Tensor, kept: KeptIds | None, softcap: float | None, *, moment: bool
-) -> SoftmaxStats:
-    """SoftmaxStats of every row, block by block."""
-    N, V = ids.shape[0], flat.shape[-1]
-    stats = []
+    flat: Tensor, ids: Tensor, T: Tensor, kept: KeptIds | None, shard: vocab_parallel.Shard, softcap: float | None, *,
+    moment: bool,
+) -> SoftmaxStats:  # fmt: skip
+    """SoftmaxStats of every row, block by block, and of all ranks."""
+    (N,), V, local = ids.shape, flat.shape[-1], ids - shard.offset
+    parts = []
     for rows in _blocks(N, V) if N else (slice(0, 0),):
         y = cap(take(flat, rows).to(T.dtype), softcap)
         among = None if kept is None else kept.block(rows.start, y.shape[0], 0, V)
-        part = partial_softmax(y, ids[rows], T[rows], tile_width(V), among, moment=moment)
-        stats.append(softmax_stats(join(part, T[rows]), T[rows]))
-    return SoftmaxStats._make(None if column[0] is None else torch.cat(column) for column in zip(*stats, strict=True))
+        part = partial_softmax(y, local[rows], T[rows], tile_width(V), among, moment=moment)
+        parts.append(join(part, T[rows]))
+    part = below(parts)
+    if shard.group is not None:
+        part = join(vocab_parallel.gather(stacked([part]), shard.group), T)
+    return softmax_stats(part, T)
 
 
 def _best(

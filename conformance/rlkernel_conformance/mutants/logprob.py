@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from rlkernel_conformance.mutants import plant
+from rlkernel_conformance.mutants import logprob_ranks, plant
 from rlkernel_conformance.mutants.bug import Bug, Run
 from rlkernel_conformance.mutants.listed_ids import OF_LOGITS
 from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
@@ -185,4 +185,5 @@ BUGS: Final = {
     "anonymous_errors": plant.anonymous_errors("LP-24"),
     "asks_the_host": plant.reads_a_value("LP-23", lambda c: c.logits),
     **OF_LOGITS,
+    **logprob_ranks.BUGS,
 }

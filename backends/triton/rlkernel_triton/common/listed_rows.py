@@ -6,7 +6,7 @@ Legend: N rows · K listed ids of a row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +14,13 @@ from torch import Tensor
 from rlkernel_triton.common import listed_ids as kernels
 from rlkernel_triton.common.softmax_rows import RowShape, RowTensors, SoftmaxStats
 from rlkernel_triton.launchers import Launch, Launcher
+
+NO_ID: Final = -(1 << 62)  # among ids counted from a shard's first: below any that another rank has
+
+
+def local_ids(ids: Tensor, offset: Tensor | int) -> Tensor:
+    """Ids counted from a shard's first, `NO_ID` where there is none."""
+    return torch.where(ids >= 0, ids - offset, NO_ID)
 
 
 class Listed(NamedTuple):

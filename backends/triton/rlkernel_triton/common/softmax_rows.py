@@ -17,7 +17,15 @@ from rlkernel_triton.common.merge_softmax import SAVED_PLANES, WARPS, merge_soft
 from rlkernel_triton.common.support_bitmask import SupportBitmask
 from rlkernel_triton.launchers import Launcher
 
+NOWHERE: Final = 1 << 62  # size of a vocabulary that is split: `ids_of_group` has told which ids lie outside
 _ALIGNED: Final = 4  # numbers of 4 bytes in 16
+
+
+def ids_of_group(ids: Tensor, V: Tensor | int, *, several: bool) -> Tensor:
+    """Ids in one dimension, below 0 where they lie outside of [0, V): -1, or -2 where -1 is padding of a list."""
+    ids = ids.reshape(-1).to(torch.int64)
+    none = torch.where(ids == -1, -1, -2) if several else -1
+    return torch.where((ids >= 0) & (ids < V), ids, none)
 
 
 class RowShape(NamedTuple):

@@ -27,7 +27,7 @@ from rlkernel_triton.common.listed_rows import Listed
 from rlkernel_triton.common.matmul_tiles import Tile, tile_of
 from rlkernel_triton.common.merge_softmax import SAVED_PLANES
 from rlkernel_triton.common.row_layout import is_per_row, per_row
-from rlkernel_triton.common.softmax_rows import MergeSoftmax, RowShape, RowTensors
+from rlkernel_triton.common.softmax_rows import NOWHERE, MergeSoftmax, RowShape, RowTensors, ids_of_group
 from rlkernel_triton.common.support_bitmask import SupportBitmask, bitmask_like, support_bitmask
 from rlkernel_triton.launchers import launcher_for
 from rlkernel_triton.linear_logprob import workspace as memory
@@ -42,8 +42,6 @@ from rlkernel_triton.linear_logprob.head import (
     tiles_of,
 )
 from rlkernel_triton.linear_logprob.listed import Several, SeveralIds
-
-NOWHERE = 1 << 62  # size of a vocabulary in which every id is found: what is invalid is -1 already
 
 
 def workspace(call: LinearLogprobCall) -> int:
@@ -176,9 +174,7 @@ class _Host:
             T = self._temperatures(call.temperature)  # type: ignore[arg-type]  # a tensor
         if group is not None:
             shard = vocab_parallel.locate(group, head.V, head.N, head.D, call.hidden.device)
-            ids = ids.reshape(-1).to(torch.int64)
-            none = -1 if several is None else torch.where(ids == -1, -1, -2)  # -1 is padding of a list
-            ids = torch.where((ids >= 0) & (ids < shard.V), ids, none)
+            ids = ids_of_group(ids, shard.V, several=several is not None)
             offset = shard.offset
             kept = support_bitmask(call.support, head.V, shard.V, shard.offset) if self._supported else None  # type: ignore[arg-type]
         elif self._supported:

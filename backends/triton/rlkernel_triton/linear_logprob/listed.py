@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_triton.common.language import triton
-from rlkernel_triton.common.listed_rows import ListedRows
+from rlkernel_triton.common.listed_rows import ListedRows, local_ids
 from rlkernel_triton.common.row_layout import layout_of
 from rlkernel_triton.common.softmax_rows import RowShape
 from rlkernel_triton.launchers import Launcher
@@ -22,7 +22,6 @@ from rlkernel_triton.linear_logprob import kernels
 BLOCK: Final = 16  # listed ids of a program
 BK: Final = 128  # numbers of hidden that it takes at a time
 WARPS: Final = 4
-NO_ID: Final = -(1 << 62)  # among ids counted from a shard's first: below any that another rank has
 
 
 class Several(NamedTuple):
@@ -52,7 +51,7 @@ class SeveralIds:
 
     def local(self, ids: Tensor, offset: Tensor | int | None) -> Tensor:
         """Ids counted from this shard's first."""
-        return ids if offset is None else torch.where(ids >= 0, ids - offset, NO_ID)
+        return ids if offset is None else local_ids(ids, offset)
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, mask: Tensor | None) -> Tensor:
         """[N, K] fp32 logits under the cap, of which those of masked rows are not written.

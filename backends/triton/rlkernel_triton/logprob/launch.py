@@ -1,7 +1,8 @@
 """logprob@1 on Triton: one read of the logits forward, one read and one write back.
 
-Two launches forward, one back; with several ids per row three more forward and two more back. What depends on a
-call's shape and flags alone is done by `prepare`, once a shape; a call then allocates, launches and builds its result.
+Two launches forward, one back; with several ids per row three more forward and two more back; with a group one more
+forward, where this rank has several parts of a row. What depends on a call's shape and flags alone is done by
+`prepare`, once a shape; a call then allocates, launches and builds its result.
 Where no gradient is wanted there is no autograd node.
 
 Legend: N rows · V vocabulary · K listed ids of a row · P parts of a row.
@@ -23,14 +24,15 @@ from rlkernel_core.spec.listed_ids import ids_per_row
 from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
 from rlkernel_triton.common.language import triton
 from rlkernel_triton.common.listed_ids import ENTRIES, WARPS
-from rlkernel_triton.common.listed_rows import Listed, ListedRows
+from rlkernel_triton.common.listed_rows import Listed, ListedRows, local_ids
 from rlkernel_triton.common.merge_softmax import SAVED_PLANES
 from rlkernel_triton.common.row_layout import RowLayout, is_per_row, layout_of, per_row, rows_of
 from rlkernel_triton.common.softmax import PLANES
-from rlkernel_triton.common.softmax_rows import MergeSoftmax, RowShape, RowTensors
+from rlkernel_triton.common.softmax_rows import NOWHERE, MergeSoftmax, RowShape, RowTensors, ids_of_group
 from rlkernel_triton.common.support_bitmask import SupportBitmask, bitmask_like, support_bitmask
 from rlkernel_triton.launchers import Launch, Launcher, launcher_for, plain_launcher_for
 from rlkernel_triton.logprob import kernels
+from rlkernel_triton.logprob.shards import Shards
 from rlkernel_triton.logprob.top_ids import best_ids, log_probabilities
 
 
@@ -43,7 +45,8 @@ def prepare(call: LogprobCall) -> Callable[[LogprobCall], LogprobResult]:
     """What runs calls of this shape. The operator's contract is `rlkernel_core.spec.logprob.LogprobCall`.
 
     Memory beyond results and gradient: 16 bytes (32 with a support) per row and 32768 columns, 24 per row; a bit per
-    logit with a support; with top_logprobs some blocks of 64 MiB; 8 bytes per listed id.
+    logit with a support; with top_logprobs some blocks of 64 MiB; 8 bytes per listed id; with a group 32 bytes (64 with
+    a support) per row and rank.
     """
     if gradient_wanted("logprob", call):
         return LogprobPair(call)
@@ -63,10 +66,10 @@ class LogprobPair(Pair[LogprobCall, LogprobResult]):
 
     def forward(self, call: LogprobCall) -> tuple[LogprobResult, Saved]:
         """Two launches, or five."""
-        result, saved, kept, many = self._host.forward(call)
+        result, ids, saved, kept, many = self._host.forward(call)
         T = call.temperature if isinstance(call.temperature, Tensor) else None
-        ids, invalid, y = (None, result.invalid, None) if many is None else many
-        return result, (call.logits, call.ids, T, call.mask, invalid, saved, *(kept or (None, None)), ids, y)
+        chosen, invalid, y = (None, result.invalid, None) if many is None else many
+        return result, (call.logits, ids, T, call.mask, invalid, saved, *(kept or (None, None)), chosen, y)
 
     def backward(self, saved: Saved, grads: Saved) -> Saved:
         """One launch, or three."""
@@ -86,7 +89,8 @@ class LogprobPair(Pair[LogprobCall, LogprobResult]):
         if K is not None:
             N, new = math.prod(rows), call.ids.new_empty
             invalid, many = new(rows, dtype=torch.bool), (new(N, dtype=torch.int64), of_rows.new_empty((N, K)))
-        return call.logits, call.ids, T if isinstance(T, Tensor) else None, call.mask, invalid, of_rows, *kept, *many
+        ids = call.ids if call.group is None else call.ids.new_empty(call.ids.numel(), dtype=torch.int64)
+        return call.logits, ids, T if isinstance(T, Tensor) else None, call.mask, invalid, of_rows, *kept, *many
 
 
 class _Host:
@@ -103,39 +107,50 @@ class _Host:
         self._n, self._validate = call.top_logprobs, call.validate
         launcher, (layout, self._copied) = launcher_for(device), layout_of(call.logits)
         self._partial = PartialSoftmax(launcher, rows, layout, moment=call.entropy)
-        self._merge = MergeSoftmax(
-            launcher, rows, V, self._partial.P, self._shape, device, keep=keep, moment=call.entropy
-        )
+        self._shards, P, whole = None, self._partial.P, V
+        if call.group is not None:
+            self._shards = Shards(launcher, call, rows, P, call.group)
+            P, whole = self._shards.R, NOWHERE
+        self._merge = MergeSoftmax(launcher, rows, whole, P, self._shape, device, keep=keep, moment=call.entropy)
         self._backward = SoftmaxBackward(launcher, rows, layout)
         self._room = (self._partial.numbers, SAVED_PLANES * rows.N)
         self._ids_as_they_are = call.ids.is_contiguous()
         self._mask_as_it_is = call.mask is None or call.mask.is_contiguous()
         self._T_as_it_is = T is not None or is_per_row(call.temperature, self._shape)
         K = ids_per_row(call.ids, call.logits)
-        self._several = None if K is None else SeveralIds(launcher, rows, layout, K)
+        self._several = None if K is None else SeveralIds(launcher, rows, layout, K, whole, self._shards)
 
-    def forward(self, call: LogprobCall) -> tuple[LogprobResult, Tensor, SupportBitmask | None, Several | None]:
-        """The result, and what the gradient needs of the rows, of the kept ids and of the listed ones."""
+    def forward(self, call: LogprobCall) -> tuple[LogprobResult, Tensor, Tensor, SupportBitmask | None, Several | None]:
+        """The result, and what the gradient needs of the ids, the rows, the kept ids and the listed ones."""
+        shards, several, V, y = self._shards, self._several, self._rows.V, None
+        shard = None if shards is None else shards.locate()
         if self._validate:
-            check_values(call)
+            check_values(call, V if shard is None else int(shard.V))
+        whole = () if shard is None else (shard.V, shard.offset)
         T = call.temperature if self._rows.T is None else None
-        kept = None if call.support is None else support_bitmask(call.support, self._rows.V)
-        of = self._read(call.ids, T, call.mask, kept)  # type: ignore[arg-type]  # a tensor where there is no number
-        several, ids, y, logits = self._several, of.ids, None, self._lying(call.logits)
+        kept = None if call.support is None else support_bitmask(call.support, V, *whole)
+        ids = call.ids if shard is None else ids_of_group(call.ids, shard.V, several=several is not None)
+        of = self._read(ids, T, call.mask, kept)  # type: ignore[arg-type]  # a tensor where there is no number
+        ids, logits = of.ids, self._lying(call.logits)
+        local = of if shard is None else of._replace(ids=local_ids(ids, shard.offset))
+        here = call.ids if shard is None else local.ids
         if several is not None:
-            y = several.logits(logits, of)
+            y = several.logits(logits, local)
             of = of._replace(ids=several.rows.chosen(ids, of.mask, y))
+            local = of if shard is None else of._replace(ids=of.ids - shard.offset)
         if self._keep:
             parts, saved = torch.empty(self._room[0], dtype=torch.float32, device=self._device), None
         else:
             room = torch.empty(sum(self._room), dtype=torch.float32, device=self._device)
             parts, saved = room.unsafe_split_with_sizes(self._room)
-        self._partial(logits, of, parts)
+        self._partial(logits, local, parts)
+        if shards is not None:
+            parts = shards.gathered(parts)
         row = self._merge(parts, of, saved)
         values, invalid, many = row.logprob, row.invalid, None
         if several is not None and y is not None:
             values, invalid = several.rows.results(ids, of, y, row, call.ids.shape)
-            many = Several(of.ids, row.invalid, y)
+            many = Several(local.ids, row.invalid, y)
         best, of_best, n = None, None, self._n
         if n:
             best, of_best = _top_logprobs(call.logits.detach(), n, self._rows, of)
@@ -144,7 +159,7 @@ class _Host:
             LogprobResult, logprob=values, lse=row[1], entropy=row[2], top_ids=best, top_logprobs=of_best,
             log_kept_mass=row[3], invalid=invalid,
         )  # fmt: skip
-        return result, row.saved, kept, many
+        return result, here, row.saved, kept, many
 
     def backward(
         self, logits: Tensor, ids: Tensor, T: Tensor | None, mask: Tensor | None, invalid: Tensor, saved: Tensor,
@@ -184,7 +199,7 @@ class _Host:
 class Several(NamedTuple):
     """What the gradient needs of rows that list several ids."""
 
-    chosen: Tensor  # [N] int64
+    chosen: Tensor  # [N] int64, counted from a shard's first
     invalid: Tensor  # N bool: rows without a chosen id
     y: Tensor  # [N, K] fp32
 
@@ -192,8 +207,10 @@ class Several(NamedTuple):
 class SeveralIds:
     """The launch that reads the logits of listed ids, beside those for logits of any origin."""
 
-    def __init__(self, launcher: Launcher, rows: RowShape, layout: RowLayout, K: int) -> None:
-        self.rows = ListedRows(launcher, rows, K, rows.V)
+    def __init__(
+        self, launcher: Launcher, rows: RowShape, layout: RowLayout, K: int, whole: int, shards: Shards | None
+    ) -> None:
+        self.rows, self._shards = ListedRows(launcher, rows, K, whole, sharded=shards is not None), shards
         self._size, self._grid = (rows.N, K), (rows.N, 1, 1)
         self._launch = launcher.bind(
             kernels.listed_logits, num_warps=WARPS, **layout._asdict(), softcap=rows.softcap or 0.0, V=rows.V, K=K,
@@ -201,10 +218,15 @@ class SeveralIds:
         )  # fmt: skip
 
     def logits(self, logits: Tensor, of: RowTensors) -> Tensor:
-        """[N, K] fp32 logits under the cap, of which those of masked rows are not written."""
+        """[N, K] fp32 logits under the cap, of which those of masked rows are not written.
+
+        With a group ids are counted from this rank's first.
+        """
         y = torch.empty(self._size, dtype=torch.float32, device=logits.device)
         if self._grid[0]:
             self._launch(self._grid, logits, of.ids, of.mask_or_any, y)
+        if self._shards is not None:
+            self._shards.add(y)
         return y
 
 

@@ -10,10 +10,14 @@ from torch import multiprocessing as mp
 import rlkernel as rlk
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
+from rlkernel_core.spec.logprob import LogprobCall
 from rlkernel_triton.linear_logprob.launch import linear_logprob
 from rlkernel_triton.linear_policy_loss.launch import linear_policy_loss
+from rlkernel_triton.logprob import kernels
+from rlkernel_triton.logprob.launch import logprob
 
 SHARDS = {1: (260,), 2: (180, 80), 4: (3, 150, 1, 106)}  # of unequal size; the first ids lie on few of them
+SHARES = ("logits dX", "logits listed dX")  # gradients of which each rank has its columns
 RESULTS = ("logprob", "lse", "entropy", "log_kept_mass")
 
 
@@ -34,6 +38,7 @@ def run(shard, group, device):
     found = {n: getattr(out, n).detach().nan_to_num(nan=7e7) for n in RESULTS}
     found |= {"invalid": out.invalid, "dX": h.grad, "dW": w.grad}
     found |= listed(hidden.detach(), weight.detach(), ids, group, mask)
+    found |= of_logits(shard, ids, {**options, "group": group}, device)
     h, w = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     options = {"mask": mask, "temperature": 0.7, "aggregate": "token_mean"}
     call = LinearPolicyLossCall(h, w, ids.clamp_max(259), None, weights, group=group, **options)
@@ -53,6 +58,31 @@ def listed(hidden, weight, ids, group, mask):
     return {"listed": value, "listed invalid": out.invalid, "listed dX": h.grad, "listed dW": w.grad}
 
 
+def of_logits(shard, ids, options, device):
+    """The same of logits, whose sixth row is sure of its id; three ids of each row have no support beside them."""
+    x = 3 * torch.randn(9, 260, generator=torch.Generator().manual_seed(1))
+    x[5, 179] += 40
+    lists = torch.stack((ids, (ids + 100) % 270 - 1, ids), -1)
+    found = {}
+    for name, given in (("", {"ids": ids}), ("listed ", {"ids": lists, "support": None})):
+        leaf = x[:, shard].to(device).requires_grad_()
+        out = logprob(LogprobCall(leaf, **{**options, **given}))
+        results = [y for n in RESULTS if (y := getattr(out, n)) is not None]
+        weights = [torch.linspace(-1, 1, y.numel(), device=device).view(y.shape) for y in results]
+        sum((y.nan_to_num() * w).sum() for y, w in zip(results, weights, strict=True)).backward()
+        found |= {f"logits {name}{i}": y.detach().nan_to_num(nan=7e7) for i, y in enumerate(results)}
+        found |= {f"logits {name}invalid": out.invalid, f"logits {name}dX": leaf.grad}
+    return found
+
+
+def of_parts(group, device):
+    """A row of more columns than one program reads."""
+    x = torch.randn(1, kernels.PART + 3, generator=torch.Generator().manual_seed(2)).to(device).requires_grad_()
+    out = logprob(LogprobCall(x, torch.tensor([kernels.PART + 1], device=device), entropy=True, group=group))
+    (out.logprob + out.entropy).sum().backward()
+    return {"logprob": out.logprob.detach(), "lse": out.lse.detach(), "entropy": out.entropy.detach(), "dX": x.grad}
+
+
 def rank(index, world, folder, device):
     backend = "gloo" if device == "cpu" else "nccl"
     if device != "cpu":
@@ -65,7 +95,7 @@ def rank(index, world, folder, device):
     shard = slice(first, first + SHARDS[world][index])
     found = {"shard": run(shard, dist.group.WORLD, device)}
     if index == 0:
-        found["alone"] = run(slice(None), alone, device)
+        found["alone"], found["parts"] = run(slice(None), alone, device), of_parts(alone, device)
     torch.save(found, f"{folder}/{index}.pt")
     dist.destroy_process_group()
 
@@ -85,7 +115,7 @@ def ranks(request, tmp_path_factory, device):
 
 def test_ranks_agree_bit_by_bit(ranks) -> None:
     first = ranks[0]["shard"]
-    names = [n for n in first if not n.endswith("dW")]
+    names = [n for n in first if not n.endswith("dW") and n not in SHARES]
     assert [(n, i) for i, f in enumerate(ranks) for n in names if not same(f, first, n)] == []
 
 
@@ -96,6 +126,7 @@ def same(found, first, name) -> bool:
 def test_shards_equal_the_whole(ranks, device) -> None:
     want, got = run(slice(None), None, device), dict(ranks[0]["shard"])
     got |= {name: torch.cat([f["shard"][name] for f in ranks]) for name in ("dW", "loss dW", "listed dW")}
+    got |= {name: torch.cat([f["shard"][name] for f in ranks], 1) for name in SHARES}
     for name in (n for n in want if n != "invalid"):
         torch.testing.assert_close(got[name], want[name], atol=1e-5, rtol=1e-5)
 
@@ -104,3 +135,8 @@ def test_a_group_of_one_gives_the_bits_of_the_plain_call(ranks, device) -> None:
     want = run(slice(None), None, device)
     want = {n: x for n, x in want.items() if not n.startswith("loss")}  # which has another way without a group
     assert [n for n in want if not torch.equal(ranks[0]["alone"][n], want[n])] == []
+
+
+def test_parts_of_a_row_are_merged_before_the_ranks_are(ranks, device) -> None:
+    want = of_parts(None, device)
+    assert [n for n in want if not torch.equal(ranks[0]["parts"][n].cpu(), want[n].cpu())] == []
