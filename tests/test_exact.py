@@ -34,12 +34,12 @@ def adding(sums: str | None, supports: frozenset[str] = frozenset({"batch_invari
     return Backend(name="acme", api=API_VERSION, impls=(Impl(**{**impl.model_dump(), "sums": sums}),))
 
 
-def decided(manifest: Backend, unproved: Reason | None = None, **facts: object) -> Decision:
-    """The decision about CALL under `need = ["exact"]`, with reports that say this."""
+def decided(manifest: Backend, unproved: Reason | None = None, call: Call = CALL, **facts: object) -> Decision:
+    """The decision about a call under `need = ["exact"]`, with reports that say this."""
     found = {"acme": Candidate("acme", "rlkernel-acme", "1.0", manifest)}
     with rlk.use(need=EXACT):
         rules, _ = policy.policy_for(policy.current(), OPERATORS["logprob"])
-    return resolve(found, Facts(unproved=lambda *_: unproved, **facts), CALL, replace(rules, order=("acme",)))
+    return resolve(found, Facts(unproved=lambda *_: unproved, **facts), call, replace(rules, order=("acme",)))
 
 
 OLDER = Reason("evidence", "older", "of other sources", "rlkernel conformance run acme")
@@ -58,6 +58,17 @@ def test_exact_runs_what_names_its_sums_is_batch_invariant_and_proved(manifest, 
     decision = decided(manifest, unproved)
     assert [r.reason.slug for r in decision.rejected] == ([expected] if expected else [])
     assert decision.sums == (None if expected else "tree/f32")
+
+
+@pytest.mark.parametrize(("op", "refused"), [("logprob@1", True), ("linear@1", False)])
+def test_exact_log_probabilities_over_ranks_want_bits_that_no_number_of_ranks_changes(op, refused) -> None:
+    claimed = frozenset({"batch_invariant", "group"})
+    split = Call(op, "cpu", features=frozenset({"group"}))
+    (impl,) = adding("tree/f32", claimed).impls
+    given = {**impl.model_dump(), "op": op, "sums": "tree/f32"}
+    for supports, expected in ((claimed, refused), (claimed | {"rank_invariant"}, False)):
+        one = Backend(name="acme", api=API_VERSION, impls=(Impl(**{**given, "supports": supports}),))
+        assert [r.reason.slug for r in decided(one, call=split).rejected] == (["features/missing"] if expected else [])
 
 
 def test_exact_needs_batch_invariance_only_of_operators_that_have_it() -> None:

@@ -240,6 +240,10 @@ def _absent(candidate: Candidate, call: Call) -> Reason:
     return Reason("operator", "absent", f"it does not implement {call.op}", fix)
 
 
+# Operators whose sums over a split vocabulary may depend on the number of ranks: "exact" asks that they do not.
+_SPLIT: Final = frozenset({"logprob@1", "linear_logprob@1"})
+
+
 def _refusal(name: str, candidate: Candidate, impl: Impl, facts: Facts, call: Call, policy: OpPolicy) -> Reason | None:
     """The first claim that does not cover the call, in the fixed order of stages."""
     need = impl.requires
@@ -254,7 +258,8 @@ def _refusal(name: str, candidate: Candidate, impl: Impl, facts: Facts, call: Ca
     if call.dtype and need.dtypes and call.dtype not in need.dtypes:
         text = f"it claims {_names(need.dtypes)}, the call has {call.dtype}"
         return Reason("dtype", "unsupported", text, "cast the input, or name another backend first")
-    if missing := (call.features | policy.need) - PROVED - impl.supports:
+    ranks = {"rank_invariant"} if EXACT in policy.need and call.op in _SPLIT and "group" in call.features else set()
+    if missing := (call.features | policy.need | ranks) - PROVED - impl.supports:
         text = f"it does not claim {_names(sorted(missing))}"
         return Reason(
             "features", "missing", text, f"drop what needs it, or name a backend that claims it before {name}"
