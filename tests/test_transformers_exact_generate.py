@@ -307,6 +307,7 @@ def test_a_model_in_training_is_put_back_into_training() -> None:
         ({"score": "sampler"}, "score", "linear_logprob"),
         ({"seed": -1}, "seed", "at least 0"),
         ({"seed": torch.arange(3)}, "seed", "the prompts"),
+        ({"seed": torch.tensor([5, 6, 5, 7])}, "seed", r"the same tokens from equal prompts; got 5 for rows 0 and 2"),
         ({"prompts": []}, "prompts", "needs a row"),
         ({"prompts": [[1], []]}, r"prompts[1]", "needs an id"),
         ({"prompts": [[1, 97]]}, r"prompts[0]", r"\[0, 97\)"),

@@ -115,3 +115,12 @@ def test_a_folder_without_weights_is_refused(folder, tmp_path) -> None:
     (tmp_path / "config.json").write_text((folder / "model" / "config.json").read_text())
     with pytest.raises(ConfigError, match="no weights there"):
         rollouts.pretrained(tmp_path)
+
+
+def test_equal_prompts_with_one_seed_are_refused_unless_greedy(folder) -> None:
+    model = hf.AutoModelForCausalLM.from_pretrained(folder / "model")
+    twice = {"input_ids": torch.tensor([[5, 9, 3]] * 2), "attention_mask": torch.ones(2, 3).long()}
+    with pytest.raises(ArgumentError, match="^seeds: .* got 4 for rows 0 and 1"):
+        model.generate(**twice, max_new_tokens=2, custom_generate=transformers.drawing([4, 4]), do_sample=True)
+    same = model.generate(**twice, max_new_tokens=2, custom_generate=transformers.drawing([4, 4]), do_sample=False)
+    assert torch.equal(same[0], same[1])

@@ -83,11 +83,12 @@ class Drawing:
         """The decoding loop of `generate`.
 
         Raises:
-            ArgumentError: not one seed a row.
+            ArgumentError: not one seed a row, or equal prompts that would draw the same tokens.
         """
         import torch
 
         import rlkernel as rlk
+        from rlkernel.nn.generate_checks import check_siblings
 
         B, device = input_ids.shape[0], input_ids.device
         if len(self.seeds) != B:
@@ -98,6 +99,8 @@ class Drawing:
         going = torch.ones(B, dtype=torch.bool, device=device)
         lengths = torch.zeros_like(seeds)
         prompts = _prompts(input_ids, model_kwargs.get("attention_mask"))
+        if generation_config.do_sample:
+            check_siblings("seeds", prompts, self.seeds)
         longest = generation_config.max_length  # padding counts
         most = None if longest is None else longest - input_ids.shape[1]
         tokens: list[Tensor] = []

@@ -87,7 +87,7 @@ class Exact:
             prompts: ids of each row, lists or tensors [S], or padded on either side, [B, S] integer.
             max_new_tokens: M, the most that is drawn for a row.
             seed: of the noise, below 2^31; row b draws from `2^32 seed + b`. Or what each row draws from, [B] integer:
-                a row draws the same tokens in any batch. Give another one in each call.
+                a row draws the same tokens in any batch. Give another one in each call, and to equal prompts in one.
             attention_mask: [B, S], 0 where a padded prompt has no token; with a tensor of prompts alone.
             temperature: of the law; 0 is greedy. A number, or one a row, [B].
             top_k: as in `rlkernel.sample`, a number or [B].

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlkernel.nn.generate_checks import check_draws, check_ran, seeds_of
+from rlkernel.nn.generate_checks import check_draws, check_ran, check_siblings, seeds_of
 from rlkernel.nn.page_plan import page_plan
 from rlkernel.nn.paged_decoder import Decoder, Draws
 from rlkernel_core import checks
@@ -59,6 +59,8 @@ def rollout(
     if max_length is not None:
         checks.integer("max_length", max_length, at_least=longest, remedy="Pass the longest prompt + max_new_tokens.")
     seeds = seeds_of(seed, len(rows), model.device)
+    if isinstance(seed, Tensor) and draws.alike:
+        check_siblings("seed", rows, seed.tolist())
     ran = check_draws(model, draws, seeds)
     plan = page_plan(rows, max_new_tokens - 1, page)
     decoder = exact.decoder

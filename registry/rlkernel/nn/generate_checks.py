@@ -101,6 +101,21 @@ def seeds_of(seed: int | Tensor, rows: int, device: torch.device) -> Tensor:
     return torch.arange(rows, device=device) + (seed << 32)
 
 
+def check_siblings(name: str, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
+    """Refuse equal prompts with one seed: they would draw the same tokens, and a group of equal answers teaches nothing.
+
+    Raises:
+        ArgumentError: it names the first two rows.
+    """
+    first: dict[tuple[tuple[int, ...], int], int] = {}
+    for row, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+        other = first.setdefault((tuple(prompt), seed), row)
+        if other != row:
+            said = f"{seed} for rows {other} and {row}"
+            fix = "Give each row of a group a seed of its own."
+            raise ArgumentError(name, said, "would draw the same tokens from equal prompts", fix)
+
+
 def ends_of(model: Any, stop_ids: Sequence[int] | None, pad_id: int | None) -> tuple[tuple[int, ...], int]:
     """Stop ids and padding, from the model's generation_config where they are not given."""
     config = getattr(model, "generation_config", None)

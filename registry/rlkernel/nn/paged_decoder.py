@@ -38,6 +38,11 @@ class Draws(NamedTuple):
         return self.score, tuple(baked.items()), self.stop_ids, self.pad_id
 
     @property
+    def alike(self) -> bool:
+        """Whether all rows draw by one law that is not greedy."""
+        return not any(isinstance(x, Tensor) for x in self.params.values()) and self.temperature != 0
+
+    @property
     def params(self) -> dict[str, Any]:
         """What sampling operators call them."""
         return {"temperature": self.temperature, **self.filters}
