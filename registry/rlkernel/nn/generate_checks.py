@@ -102,7 +102,7 @@ def seeds_of(seed: int | Tensor, rows: int, device: torch.device) -> Tensor:
 
 
 def check_siblings(name: str, prompts: Sequence[Sequence[int]], seeds: Sequence[int]) -> None:
-    """Refuse equal prompts with one seed: they would draw the same tokens, and a group of equal answers teaches nothing.
+    """Refuse equal prompts with one seed: they would draw the same tokens, and equal answers teach nothing.
 
     Raises:
         ArgumentError: it names the first two rows.
