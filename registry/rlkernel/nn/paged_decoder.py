@@ -40,7 +40,8 @@ class Draws(NamedTuple):
     @property
     def alike(self) -> bool:
         """Whether all rows draw by one law that is not greedy."""
-        return not any(isinstance(x, Tensor) for x in self.params.values()) and self.temperature != 0
+        per_row = any(isinstance(x, Tensor) for x in self.filters.values())
+        return not per_row and not isinstance(self.temperature, Tensor) and self.temperature != 0
 
     @property
     def params(self) -> dict[str, Any]:
