@@ -5,6 +5,8 @@
     pip download --no-deps -d wheels verl==0.9.0   # the other ends of windows, one a call
     pip download --no-deps -d wheels transformers==5.15.0
     git archive --format zip -o wheels/deepspeed_chat-0.1.zip HEAD:applications/DeepSpeed-Chat   # DeepSpeedExamples
+    git archive --format zip -o wheels/slime-0.3.1.zip HEAD            # of THUDM/slime, likewise skyrl-0.3.0.zip
+    git archive --format zip -o wheels/prime_rl-0.8.0.zip HEAD:src     # of PrimeIntellect-ai/prime-rl
     python tests/host_contracts.py wheels/*        # writes tests/host_contracts.json; hosts that are not named stay
 
 The file is small and committed, so that the integrations are held against it where no host is installed; a new version

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from inspect import Parameter, Signature
 from types import ModuleType, SimpleNamespace
@@ -12,7 +13,19 @@ import torch
 from packaging.specifiers import SpecifierSet
 
 import rlkernel as rlk
-from rlkernel.integrations import Active, active, deepspeed_chat, openrlhf, sglang, torchao, transformers, vllm
+from rlkernel.integrations import (
+    Active,
+    active,
+    deepspeed_chat,
+    openrlhf,
+    prime_rl,
+    sglang,
+    skyrl,
+    slime,
+    torchao,
+    transformers,
+    vllm,
+)
 from rlkernel.integrations.host import KEPT
 from rlkernel.integrations.transformers_pages import cache_argument
 from tests.host_contracts import FILE, Wheel, absolute, known, parameters
@@ -130,6 +143,9 @@ ENTERED = {
     "vllm": lambda: vllm.enabled().__enter__(),
     "openrlhf": openrlhf.worker,
     "deepspeed-chat": lambda: deepspeed_chat.enabled().__enter__(),
+    "skyrl": skyrl.worker,
+    "prime-rl": lambda: prime_rl.enabled().__enter__(),
+    "slime": lambda: slime.init(None),
     "torchao": torchao.config,
 }
 
@@ -139,8 +155,8 @@ def test_an_absent_host_is_refused_with_the_line_that_installs_it(name) -> None:
     (host,) = {h for h in HOSTS if h.name == name}
     if host.installed is not None:
         pytest.skip("it is here")
-    line = "-e applications/DeepSpeed-Chat" if name == "deepspeed-chat" else f"'{name}>="
-    with pytest.raises(rlk.HostError, match=f"{name} is not installed; pip install {line}"):
+    line = host.source or f"'{name}>="
+    with pytest.raises(rlk.HostError, match=re.escape(f"{name} is not installed; pip install {line}")):
         ENTERED[name]()
 
 
@@ -154,7 +170,7 @@ def stand_in(ours, monkeypatch) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("ours", [openrlhf, deepspeed_chat], ids=lambda m: m.HOST.name)
+@pytest.mark.parametrize("ours", [openrlhf, deepspeed_chat, skyrl, prime_rl], ids=lambda m: m.HOST.name)
 def test_tokens_are_scored_by_logprob_inside_the_block(ours, monkeypatch) -> None:
     host = stand_in(ours, monkeypatch)
     logits = torch.randn(2, 5, 31, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -172,6 +188,25 @@ def test_tokens_are_scored_by_logprob_inside_the_block(ours, monkeypatch) -> Non
     out.sum().backward()
     assert logits.grad is not None
     assert getattr(host, ours.SCORE.name)(*ours.SCORE.takes.split(", ")) == "theirs"
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["all", "kept"])
+def test_slime_scores_a_split_vocabulary_by_logprob(kept, monkeypatch) -> None:
+    host = stand_in(slime, monkeypatch)
+    made = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 31, generator=made, dtype=torch.float64)
+    tokens = torch.arange(5)
+    keep = torch.rand(5, 31, generator=made) < 0.3 if kept else None
+    given, asked = logits.float().requires_grad_(), {"with_entropy": True, "log_prob_keep_mask": keep}
+    with slime.enabled():
+        scored, entropy = host.calculate_log_probs_and_entropy(given, tokens, None, chunk_size=2, **asked)
+        _, quiet = host.calculate_log_probs_and_entropy(given, tokens, None, with_entropy_grad=False, **asked)
+    law = logits.log_softmax(-1)
+    mine = keep | torch.nn.functional.one_hot(tokens, 31).bool() if kept else torch.ones(5, 31, dtype=torch.bool)
+    want = logits.masked_fill(~mine, -torch.inf).log_softmax(-1)[torch.arange(5), tokens][:, None]
+    torch.testing.assert_close(scored.double(), want, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(entropy.double(), -(law.exp() * law).sum(-1), rtol=1e-5, atol=1e-6)
+    assert (scored.requires_grad, entropy.requires_grad, quiet.requires_grad) == (True, True, False)
 
 
 def test_a_worker_of_openrlhf_keeps_the_replacement(monkeypatch) -> None:
