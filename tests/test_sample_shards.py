@@ -132,10 +132,11 @@ def test_in_a_graph_the_logits_are_gathered_and_the_bits_stay() -> None:
 
     def one(rank, group):
         def step(shard, at):
-            return sample_shard(shard, group=group, candidates=64, seed=torch.arange(4), step=at, top_p=0.9).logprob
+            law = {"seed": torch.arange(4), "step": at, "top_p": 0.9}
+            return sample_shard(shard, group=group, sizes=(20, 40), candidates=64, **law).logprob
 
         own = CaptureGroup(f"rank {rank}")
-        shard = x[:, 30 * rank : 30 * rank + 30]
+        shard = x.split((20, 40), 1)[rank]
         graphed = rlk.capture(step, (shard, torch.tensor(0)), collectives=True, group=own)
         return [graphed(shard, torch.tensor(at)) for at in range(3)]
 
@@ -154,19 +155,44 @@ def test_sizes_that_are_not_those_of_the_ranks_are_refused(sizes) -> None:
     assert on_ranks(SUBJECT, 2, one) == ["sizes"] * 2
 
 
-def process(index, folder):
-    store = dist.FileStore(f"{folder}/store", 4)
-    dist.init_process_group("gloo", store=store, rank=index, world_size=4, timeout=timedelta(seconds=60))
+def test_a_graph_without_sizes_is_refused() -> None:
+    def one(rank, group):
+        def step(shard):
+            return sample_shard(shard, group=group, seed=0, step=0).token
+
+        with pytest.raises(ArgumentError) as caught:
+            rlk.capture(step, (torch.zeros(1, 30),), collectives=True, group=CaptureGroup(f"rank {rank}"))
+        return caught.value.argument
+
+    assert on_ranks(SUBJECT, 2, one) == ["sizes"] * 2
+
+
+def test_ranks_with_other_rows_are_refused() -> None:
+    def one(rank, group):
+        with pytest.raises(ArgumentError) as caught:
+            sample_shard(torch.zeros(1 + rank, 30), group=group, seed=0, step=0)
+        return caught.value.argument, caught.value.got
+
+    assert on_ranks(SUBJECT, 3, one) == [("logits", [1, 2, 3])] * 3
+
+
+def process(index, folder, ranks, cuts):
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=index, world_size=ranks, timeout=timedelta(seconds=60))
     two = dist.new_group([0, 1])
     x = 4 * torch.randn(8, 1200, generator=torch.Generator().manual_seed(5))
-    for group, ranks in ((dist.group.WORLD, 4), (two, 2)):
-        for law in LAWS if index < ranks else ():
+    for group, members, sizes in zip((dist.group.WORLD, two), (ranks, 2), cuts, strict=True):
+        for law in LAWS if index < members else ():
             request = {**law, "seed": torch.arange(8), "step": 2}
             for candidates in (0, 128):
-                have = sample_shard(x.chunk(ranks, 1)[index], group=group, candidates=candidates, **request)
+                have = sample_shard(x.split(sizes, 1)[index], group=group, candidates=candidates, **request)
                 assert differing(sample(x, **request), have) == []
     dist.destroy_process_group()
 
 
-def test_two_and_four_processes(tmp_path) -> None:
-    in_ranks(4, process, str(tmp_path))
+@pytest.mark.parametrize(
+    "cuts", [((300, 300, 300, 300), (600, 600)), ((500, 500, 200), (1199, 1))], ids=("equal", "uneven")
+)
+def test_processes_draw_as_one_without_being_told_sizes(tmp_path, cuts) -> None:
+    ranks = len(cuts[0])
+    in_ranks(ranks, process, str(tmp_path), ranks, cuts)

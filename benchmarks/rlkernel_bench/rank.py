@@ -302,9 +302,10 @@ def graph(rank: Rank) -> Iterator[tuple[str, Way]]:
         except CaptureError:
             pass
     logits, mine, law = shard(rank, 1)
+    sizes = (mine.shape[1],) * world
 
     def drawn(part: Tensor, at: Tensor) -> Tensor:
-        return sample_shard(part, group=distributed.group.WORLD, candidates=0, **law, step=at).token
+        return sample_shard(part, group=distributed.group.WORLD, sizes=sizes, candidates=0, **law, step=at).token
 
     step = rlk.capture(drawn, (mine, torch.zeros_like(law["seed"])), collectives=True)
     at = torch.full_like(law["seed"], 5)

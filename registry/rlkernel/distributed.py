@@ -117,13 +117,15 @@ def sample_shard(
     Args:
         logits: [N, n] this rank's columns, in rank order; not written to.
         group: process group that the vocabulary is split over.
-        sizes: columns of every rank; None: as many as this one has.
+        sizes: columns of every rank, in rank order, equal or not. None: ranks tell each other in one all-gather of two
+            integers, and a value is read on the host; a graph needs them given.
         candidates: C, ids that a rank sends of each row where there are filters; 0 gathers the logits.
         **request: everything else that `sample` takes, the same on every rank. Ids (in `bias`, `banned`, `allowed` and
             `penalties`) and `vocab_size` are those of the whole vocabulary.
 
     Raises:
-        ArgumentError: as `sample`, and for sizes that are not those of the ranks.
+        ArgumentError: as `sample`, for sizes that are not those of the ranks or absent in a graph, and without sizes
+            for ranks with other numbers of rows.
     """
     import rlkernel
     from rlkernel_torch.sharded import sampling, statistics

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlkernel_common.graphs.audit import recording
 from rlkernel_common.philox import gumbel, token_words
 from rlkernel_common.requests import Requests, decode, edit
 from rlkernel_common.row_statistics import tree_sum
@@ -39,6 +38,7 @@ from rlkernel_torch.sharded.statistics import (
     gathered,
     inside,
     joined,
+    may_look,
     merged,
     statistics,
 )
@@ -78,7 +78,7 @@ def sample_shard(
     # Known of whole rows only, or of more ids than are sent.
     beyond = call.top_n or call.rank or call.kept_capacity > candidates
     beyond = beyond or (not filtered and (call.entropy or call.kept_capacity))
-    if len(at.sizes) == 1 or beyond or logits.dtype == torch.float64 or not _may_look():
+    if len(at.sizes) == 1 or beyond or logits.dtype == torch.float64 or not may_look():
         return whole()
     given = inside(logits, at, call.vocab_size)
     requests = decode(call, given.shape[0], given.device, given.dtype, call.slot)
@@ -103,11 +103,6 @@ def sample_shard(
         if bool(sure.all())
         else whole()
     )
-
-
-def _may_look() -> bool:
-    """Whether a value may be read on the host: no graph is being recorded."""
-    return not recording() and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 def _unfiltered(said: Known, requests: Requests, stream: int, extras: dict[str, Any]) -> Outcome:

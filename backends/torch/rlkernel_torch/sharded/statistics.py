@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkernel_common import vocab_parallel
+from rlkernel_common.graphs.audit import recording
 from rlkernel_common.philox import gumbel, range_words
 from rlkernel_common.requests import Edited, Requests
 from rlkernel_common.row_statistics import tree_sum
@@ -56,17 +57,37 @@ class Statistics(NamedTuple):
 
 
 def columns(logits: Tensor, group: dist.ProcessGroup, sizes: tuple[int, ...] | None) -> Columns:
-    """Where the columns of every rank stand; equal shards unless sizes are named.
+    """Where the columns of every rank stand; ranks tell each other unless sizes are named.
 
     Raises:
-        ArgumentError: the sizes are not those of as many ranks, or not this rank's.
+        ArgumentError: the sizes are not those of as many ranks, not this rank's, or absent where a graph is recorded;
+            ranks that tell each other have other numbers of rows.
     """
     checks.tensor("logits", logits, ndim=2, kind="floating")
-    at = Columns(group, tuple(sizes) if sizes is not None else (logits.shape[1],) * group.size())
+    at = Columns(group, _told(logits, group) if sizes is None else tuple(sizes))
     if len(at.sizes) != group.size() or at.sizes[group.rank()] != logits.shape[1] or min(at.sizes) < 1:
         problem = f"must hold a size >= 1 for each of {group.size()} ranks, {logits.shape[1]} for rank {group.rank()}"
         raise ArgumentError("sizes", at.sizes, problem, "Pass the columns of every rank, in rank order.")
     return at
+
+
+def _told(logits: Tensor, group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Columns of every rank, by one all-gather of two integers that is read on the host."""
+    if group.size() == 1:
+        return (logits.shape[1],)
+    if not may_look():
+        problem = "must be given while a graph is recorded, where ranks cannot read each other's"
+        raise ArgumentError("sizes", None, problem, "Pass the columns of every rank, in rank order.")
+    every = vocab_parallel.gathered(torch.tensor(logits.shape, device=logits.device), group).tolist()
+    rows = [of[0] for of in every]
+    if len(set(rows)) > 1:
+        raise ArgumentError("logits", rows, "must have as many rows on all ranks of the group", "Pass equal [N].")
+    return tuple(of[1] for of in every)
+
+
+def may_look() -> bool:
+    """Whether a value may be read on the host: no graph is being recorded."""
+    return not recording() and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
 def joined(logits: Tensor, at: Columns) -> Tensor:
