@@ -21,7 +21,7 @@ GPU := $(OWN_TORCH)$(wildcard /proc/driver/nvidia/version /dev/nvidia0 /usr/lib/
 endif
 DEMO_VENV = $(if $(GPU),$(GPU_VENV),$(VENV))
 
-.PHONY: help setup demo test slow check fuzz conform evidence attack bench docs fresh site hosts build wheelhouse lock audit clean
+.PHONY: help setup demo test slow check fuzz conform evidence attack bench docs fresh site hosts hub build wheelhouse lock audit clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -123,6 +123,10 @@ hosts: $(STAMP) ## vLLM whole, TRL, transformers, torchao, verl and SGLang, stoc
 		OMP_NUM_THREADS=1 $(VLLM)/bin/python tools/hosts.py run verl-$$version tests/test_verl.py || exit 1; \
 	done
 	$(RUN) tools/hosts.py table
+
+hub: $(STAMP) ## a repository for Hugging Face's kernel hub in build/hub, that is `logprob` on Triton alone
+	rm -rf build/hub
+	$(RUN) tools/kernel_hub.py build/hub
 
 DISTS = . $(dir $(wildcard backends/*/pyproject.toml backends/*/*/pyproject.toml))
 build: $(STAMP) ## sdists and wheels of all distributions in dist/, the same bytes every time; minutes, for Jetson's kernels
