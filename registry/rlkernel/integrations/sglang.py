@@ -21,13 +21,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel.integrations.host import Active, Host, Symbol, registered
+from rlkernel_core.environment import path_in
 from rlkernel_core.errors import FileError, HostError
 
 if TYPE_CHECKING:
@@ -146,8 +145,8 @@ def recorded(count: int) -> None:
     Raises:
         FileError: it cannot be written after the first draw; later ones are logged.
     """
-    folder = os.environ.get(RECORD)
-    if not folder or count & (count - 1):
+    folder = path_in(RECORD)
+    if folder is None or count & (count - 1):
         return
     from torch import distributed
 
@@ -155,7 +154,7 @@ def recorded(count: int) -> None:
 
     rank = distributed.get_rank() if distributed.is_initialized() else 0
     try:
-        record.write(Path(folder) / f"rank{rank}" if rank else folder)
+        record.write(folder / f"rank{rank}" if rank else folder)
     except FileError as error:
         if count == 1:
             raise
