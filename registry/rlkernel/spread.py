@@ -27,7 +27,7 @@ def refuse(call: Any) -> None:
     if meshes is None:  # nobody can have made a mesh, and no DTensor is without one
         return
     for name, x in _arguments(call):
-        if isinstance(x, meshes.DeviceMesh):
+        if type(x) is meshes.DeviceMesh:  # isinstance is no plain one, and torch.compile cannot trace it
             over = x.mesh_dim_names or tuple(range(x.ndim))
             groups = " or ".join(f"mesh.get_group({dim!r})" for dim in over)
             raise ArgumentTypeError(name, repr(x), "must be the process group of one dimension", f"Pass {groups}.")
