@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 VARIABLE: Final = "AOT_RECORDING"
 _HERE: Final = "rlkernel_triton.aot.recording"
+# Not claimed: ranks would speak twice, for the launches and for the reference's answer.
+_RANKS: Final = frozenset({"group", "rank_invariant"})
 
 
 def _manifest(device: str) -> Backend:
@@ -40,6 +42,7 @@ def _manifest(device: str) -> Backend:
                 "target": f"{_HERE}:{op}",
                 "prepared": False,
                 "gradient": None,
+                "supports": i.supports - _RANKS,
                 "check": i.check and f"{_HERE}:{op}_fits",
             }
         )
