@@ -7,6 +7,7 @@ The models are those of `vllm_runs`. SGLang's scheduler, cache and sampler are i
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from tests.vllm_rl_runs import rows
 from tests.vllm_runs import FILTERS, PROMPTS, SEEDS, TOKENS
 
 ROOT = Path(__file__).parents[1]
-ENVIRONMENT = {"PYTHONPATH": f"{ROOT / 'tests' / 'sglang_cpu'}:{ROOT}", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+PLACES = [str(ROOT / "tests" / "sglang_cpu"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+ENVIRONMENT = {"PYTHONPATH": ":".join(PLACES), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 SMALL = {
     "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "mem_fraction_static": 0.2, "random_seed": 1,
     "disable_cuda_graph": True, "skip_server_warmup": True, "log_level": "warning", "max_running_requests": 8,
