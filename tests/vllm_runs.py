@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+ROOT = Path(__file__).parents[1]
 ENVIRONMENT = {
     "TRITON_INTERPRET": "1",
     "VLLM_USE_V2_MODEL_RUNNER": "1",
@@ -31,6 +33,17 @@ SKIP = ("lm_head", "embed_tokens")
 LONG = [2 + i * i % 31 for i in range(40)]  # more than a page of the prefix cache
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5], [3, 12, 30, 31, 4, 22, 17], [5, 6, 7], LONG]
 TOKENS = 12
+
+
+def ran(case: str, folder: Path, module: str = "tests.vllm_runs", **environment: str) -> dict[str, Any]:
+    """What a case of a module found, in a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, case, str(folder)],
+        cwd=ROOT, env={**os.environ, **ENVIRONMENT, **environment}, capture_output=True, text=True, timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads((folder / f"{case}.json").read_text())
 
 
 def models(folder: Path) -> None:

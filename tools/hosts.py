@@ -43,8 +43,9 @@ RUNS = {
     "test_verl": "verl",
     "test_vllm": "vllm",
     "test_vllm_engine": "vllm",
+    "test_vllm_rl": "vllm",
 }
-WHOLE = {"test_sglang_engine", "test_vllm_engine"}  # each test is a run of its own, and has a row
+WHOLE = {"test_sglang_engine", "test_vllm_engine", "test_vllm_rl"}  # each test is a run of its own, and has a row
 # Not for a CPU's text models, or of CUDA builds that would replace torch.
 LEFT_OUT = {"torch", "torchaudio", "torchcodec", "torchvision"}
 

@@ -32,6 +32,8 @@ from rlkernel_core.errors import FileError, HostError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rlkernel import SampleResult
+
 SAMPLER: Final = "sglang.srt.layers.sampler"
 _HOOKS: Final = "sglang.srt.plugins.hook_registry"
 _CONTEXT: Final = "sglang.srt.runtime_context"
@@ -53,6 +55,7 @@ HOST: Final = Host(
             "Sampler._sample_from_probs",
             "self, probs, sampling_info, positions, simple_sampling_case",
         ),
+        Symbol(SAMPLER, "_SamplingMaskCapture"),
         Symbol(_HOOKS, "HookRegistry.register", "target, hook, hook_type, source"),
         Symbol(_HOOKS, "HookType"),
         Symbol(_CONTEXT, "get_exec", ""),
@@ -130,11 +133,13 @@ def sampler(base: Any, entry: Active) -> Any:
             sampling_info: Any,
             positions: Tensor,  # [B]
             simple_sampling_case: bool,
-        ) -> tuple[Tensor, None]:
+        ) -> tuple[Tensor, Any]:
             entry.calls["sample"] += 1
-            drawn = draw(probs, sampling_info, positions, filtered=not simple_sampling_case)
+            logits = probs.log()
+            drawn = draw(logits, sampling_info, positions, filtered=not simple_sampling_case)
             recorded(entry.calls["sample"])
-            return drawn, None
+            wanted = sampling_info.sampling_mask_batch_indices
+            return drawn.token, None if wanted is None else captured(logits, probs, drawn, wanted)
 
     return RLKernelSampler
 
@@ -161,20 +166,31 @@ def recorded(count: int) -> None:
         logging.getLogger(__name__).warning("decisions.json: %s", error)
 
 
-def draw(probs: Tensor, info: Any, positions: Tensor, *, filtered: bool) -> Tensor:
-    """One token a row, [B] int64.
+def draw(logits: Tensor, info: Any, positions: Tensor, *, filtered: bool) -> SampleResult:
+    """One token a row.
 
     Raises:
-        HostError: the batch wants the kept ids back, which this backend does not return, or has no seeds.
+        HostError: the batch has no seeds.
     """
     import rlkernel as rlk
 
-    if info.sampling_mask_batch_indices is not None:
-        raise HostError("sglang: sampling masks are not returned by --sampling-backend rlkernel; use flashinfer")
     if info.sampling_seed is None:
         said = "no seeds in this batch, so that no draw could be made again"
         raise HostError(f"sglang: {said}; leave rlkernel in SGLANG_PLUGINS, or --sampling-backend rlkernel away")
     law: dict[str, Any] = {}
     if filtered:
         law = {"top_k": info.top_ks, "top_p": info.top_ps, "min_p": info.min_ps, "filter_order": "joint"}
-    return rlk.sample(probs.log(), seed=info.sampling_seed, step=positions + 1, **law).token
+    return rlk.sample(logits, seed=info.sampling_seed, step=positions + 1, **law)
+
+
+def captured(logits: Tensor, probs: Tensor, drawn: SampleResult, wanted: Tensor) -> Any:
+    """What SGLang makes a sampling mask and its log-probabilities of, for the rows [M] of the batch that want one."""
+    import torch
+
+    found, token = logits[wanted], drawn.token[wanted, None]
+    threshold, last = drawn.threshold[wanted, None], drawn.threshold_id[wanted, None]
+    ids = torch.arange(probs.shape[-1], device=probs.device)
+    kept = (found > threshold) | ((found == threshold) & (ids <= last))
+    weights = torch.where(kept, probs[wanted], 0)
+    chosen = weights.gather(-1, token)[:, 0]
+    return import_module(SAMPLER)._SamplingMaskCapture(weights, None, chosen, wanted)

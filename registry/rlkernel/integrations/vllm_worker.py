@@ -2,11 +2,13 @@
 
     --logits-processors rlkernel.integrations.vllm_worker:Draw       # tokens are drawn by rlkernel.sample
     --worker-extension-cls rlkernel.integrations.vllm_worker.Record  # collective_rpc("rlkernel_record", args=(folder,))
+                                                                     # collective_rpc("rlkernel_draw")
 
 `Draw` is a logits processor that changes no logits: vLLM makes one in every worker that samples, in whatever process,
 so that this is where the sampler's draw is replaced, until the process ends. What would leave it without effect is
 refused there, so that no engine starts that draws otherwise. `Record` adds a method that writes decisions.json, which
-`rlkernel status` reads.
+`rlkernel status` reads, and one that replaces the draw from now on: an engine that returns sampling masks takes no
+logits processors.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ class Record:
     """Methods that vLLM adds to its workers."""
 
     rank: int  # vLLM's, of the worker
+    vllm_config: Any  # vLLM's
 
     def rlkernel_record(self, folder: str) -> str:
         """Write decisions.json of this worker's process; its path. Ranks but the first write into folder/rank1, ...
@@ -38,6 +41,16 @@ class Record:
         from rlkernel import record
 
         return str(record.write(Path(folder) / f"rank{self.rank}" if self.rank else folder))
+
+    def rlkernel_draw(self) -> None:
+        """Draw by `rlkernel.sample` from now until this worker's process ends, as `Draw` does.
+
+        Raises:
+            HostError: as `Draw`; the engine lives on, and draws as before.
+        """
+        vllm.HOST.require()
+        _check(self.vllm_config)
+        _keep()
 
 
 def __getattr__(name: str) -> Any:
@@ -91,11 +104,13 @@ def _check(config: Any) -> None:
     sampler = import_module(vllm.SAMPLER)
     if not config.use_v2_model_runner:
         raise HostError(f"vllm: {vllm.V1}; or leave --logits-processors {vllm.NAMED} away")
+    masked = config.model_config.return_sampling_mask  # for which vLLM leaves fused samplers alone
     refused = {
         "speculative decoding": config.speculative_config is not None,
         "a watermark": config.watermark_config is not None,
-        "FlashInfer's fused sampler (set VLLM_USE_FLASHINFER_SAMPLER=0)": sampler.flashinfer_sampler_supported(),
-        "XPU's fused sampler (set VLLM_XPU_USE_SAMPLER_KERNEL=0)": sampler.xpu_sampler_supported(),
+        "FlashInfer's fused sampler (set VLLM_USE_FLASHINFER_SAMPLER=0)": not masked
+        and sampler.flashinfer_sampler_supported(),
+        "XPU's fused sampler (set VLLM_XPU_USE_SAMPLER_KERNEL=0)": not masked and sampler.xpu_sampler_supported(),
     }
     if any(refused.values()):
         said = ", ".join(name for name, there in refused.items() if there)

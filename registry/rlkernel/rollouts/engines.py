@@ -176,7 +176,8 @@ def from_sglang(
 
     Args:
         prompts: ids of each request, as `input_ids` of `generate`.
-        outputs: what it returned; with `return_logprob=True` the record states log-probabilities.
+        outputs: what it returned; with `return_logprob=True` the record states log-probabilities, and with
+            `return_sampling_mask=True` of all requests kept mass too.
         params: its `sampling_params`, or one for each request; they need a `sampling_seed`.
         weights: version of the model's weights.
         stop_ids: ids that end a sequence besides those of `params`: the model's end of sequence.
@@ -194,9 +195,21 @@ def from_sglang(
     for prompt, output, asked in zip(prompts, outputs, each, strict=True):
         own, ids = _of_sglang(asked, tuple(stop_ids)), tuple(output["output_ids"])
         rows = output["meta_info"].get("output_token_logprobs")
-        told = ids, tuple(row[0] for row in rows) if rows else None, None, _drawn_by(weights, len(ids))
+        logprob = tuple(row[0] for row in rows) if rows else None
+        told = ids, logprob, _kept_mass(output["meta_info"], logprob, law), _drawn_by(weights, len(ids))
         rollouts.append(Rollout(tuple(prompt), asked["sampling_seed"] % 2**64, len(prompt), own, *told))
     return Record(tuple(rollouts), law, decisions)
+
+
+def _kept_mass(said: Mapping[str, Any], tempered: tuple[float, ...] | None, law: str) -> tuple[float, ...] | None:
+    """What the filters kept: SGLang returns a token's processed log-probability beside its sampling mask.
+
+    None without it, or in SGLang's mode "support", which returns those of all kept ids.
+    """
+    processed = said.get("output_token_sampling_logprobs")
+    if processed is None or tempered is None or law != "tempered" or any(isinstance(p, list) for p in processed):
+        return None
+    return tuple(min(t - p, 0.0) for t, p in zip(tempered, processed, strict=True))
 
 
 def _drawn_by(weights: str, n: int) -> tuple[tuple[str, int], ...]:
