@@ -136,7 +136,7 @@ def _calls_of_clauses(send: Send, pair: _Pair, clauses: tuple[str, ...], cases: 
                 return
         if pair.calls >= ENOUGH:
             return
-        due = [clause for clause in due if executing[clause]]
+        due = [clause for clause in due if executing[clause]] or due
 
 
 def _compare_calls(attack: Attack, subject: _Compared, cases: int, seed: int) -> None:
