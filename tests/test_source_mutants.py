@@ -140,6 +140,13 @@ def test_lines_count_that_the_operator_runs_but_no_other_does(tmp_path, called, 
     assert lines.get("operators.py", set()) == expected
 
 
+def test_lines_do_not_count_that_run_as_a_module_is_imported(tmp_path) -> None:
+    text = "TABLE = tuple(2 * x for x in (1, 2))\nclass Of:\n    most = max(x for x in TABLE)\n"
+    with executed_lines(tmp_path) as lines:
+        exec(compile(text, str(tmp_path / "tables.py"), "exec"), {})
+    assert dict(lines) == {}
+
+
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory) -> dict[str, SourceMutant]:
     """Changes of group_filter whose effect is known, by the text that is replaced."""

@@ -52,10 +52,12 @@ class GroupedLinearPair(Pair[GroupedLinearCall, Tensor]):
         mine = members(ends, g.shape[0])
         if of_x and weight is not None:
             d_x = _of_each(g, (w.contiguous() for w in weight), mine, weight.shape[2])
-        if of_weight and x is not None:
-            d_weight = torch.stack([_outer(g, x, of_e) for of_e in mine])
-        if of_bias:
-            d_bias = torch.stack([torch.where(of_e, g, 0).sum(0, dtype=accumulator(g)).to(g.dtype) for of_e in mine])
+        with full_precision(g):  # autocast has no `stack` of every dtype
+            if of_weight and x is not None:
+                d_weight = torch.stack([_outer(g, x, of_e) for of_e in mine])
+            if of_bias:
+                sums = (torch.where(of_e, g, 0).sum(0, dtype=accumulator(g)) for of_e in mine)
+                d_bias = torch.stack([of_e.to(g.dtype) for of_e in sums])
         return d_x, d_weight, d_bias
 
     @classmethod
@@ -91,7 +93,6 @@ def _of_each(a: Tensor, right: Iterable[Tensor], mine: Tensor, C: int, bias: Ten
 
 
 def _outer(g: Tensor, x: Tensor, mine: Tensor) -> Tensor:  # -> [N, K]
-    """The gradient of an expert's weight."""
+    """The gradient of an expert's weight; autocast is off here."""
     state = accumulator(g)
-    with full_precision(g):
-        return (torch.where(mine, g, 0).to(state).t() @ torch.where(mine, x, 0).to(state)).to(g.dtype)
+    return (torch.where(mine, g, 0).to(state).t() @ torch.where(mine, x, 0).to(state)).to(g.dtype)

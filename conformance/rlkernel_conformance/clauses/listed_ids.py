@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rlkernel.discover import guarded
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.clauses.linear_logprob_heads import (
@@ -32,6 +34,7 @@ from rlkernel_conformance.compare import close, plain, require, same_bits
 from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import logprob as oracle
+from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.logprob import LogprobResult
 
 LENGTHS: Final = (2, 1, 3, 5, 64, 65)
@@ -157,7 +160,7 @@ def with_holes(ids: Tensor, V: int) -> Tensor:
 def absent_ids_are_left_out(
     subject: Subject, given: Given, V: int, leaf: str, grads_of: Callable[[Given, Tensor], Any]
 ) -> None:
-    """Padding, ids out of range and masked rows beside others: values, flags and gradients.
+    """Padding, ids out of range and masked rows beside others: values, flags, what is refused, and gradients.
 
     Args:
         subject: under test.
@@ -175,6 +178,13 @@ def absent_ids_are_left_out(
     out, every = subject(**{**given, "ids": ids}, **masked), subject(**given)
     found = out.invalid if out.invalid is not None else torch.zeros_like(invalid)
     require(torch.equal(found, invalid), f"ids {ids.tolist()} are flagged as {found.tolist()}")
+    if "validate" in subject.claims:
+        for listed, bad in ((ids, bool(invalid.any())), (torch.where(invalid, -1, ids), False)):
+            _, error = guarded(partial(subject, **{**given, "ids": listed}, **masked, validate=True))
+            refused = isinstance(error, ArgumentError)
+            require(
+                refused == bad, f"validate=True {'refuses' if refused else 'takes'} ids {listed.tolist()}: {error!r}"
+            )
     want = np.where(plain(there, "ids"), plain(every.logprob, "logprob"), 0.0)
     want = np.where(plain(invalid, "ids"), np.nan, want)
     close(subject, "logprob", out.logprob, want, plain_dtype(given[leaf]), scale=4.0)

@@ -26,6 +26,7 @@ from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import quant
 from rlkernel_core.errors import ArgumentError, LayoutError, ResolutionError
 from rlkernel_core.quant import CANONICAL, QuantTensor
+from rlkernel_core.quant.layouts import KNOWN
 
 
 def cases(subject: Subject) -> st.SearchStrategy[Weight]:
@@ -66,12 +67,18 @@ def packing_loses_nothing(subject: Subject, case: Weight) -> None:
 
 @attack("PP-02", cases)
 def a_packed_weight_is_read_right_or_refused(subject: Subject, case: Weight) -> None:
-    """By every backend here, the definition's among them, that has a qmatmul."""
+    """By every backend here, the definition's among them, that has a qmatmul; it has the layout that was asked for."""
     w = case.stored(subject)
     packed = subject(w)
     require(isinstance(packed.layout, str) and packed.layout != "", f"the layout is {packed.layout!r}")
     if packed.layout == CANONICAL:
         require(packed.same_bits(w), "a weight in layout 'canonical' is arranged otherwise")
+    for layout in (*KNOWN, packed.layout):
+        try:
+            there = subject(w, layout=layout)
+        except (ArgumentError, LayoutError):  # of another implementation
+            continue
+        require(there.layout == layout, f"layout={layout!r} gives {there.layout!r}")
     x = torch.eye(case.K, device=w.device)[: case.K : 37].contiguous()
     want = quant.decode(w).double().numpy().T[: case.K : 37]
     for backend in policy.installed():

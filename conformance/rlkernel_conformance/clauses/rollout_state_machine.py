@@ -210,6 +210,7 @@ class Machine:
         if self.program.own_fields:
             token = more["token"].double()
             more["pair"] = torch.stack([token, token * WIDE], 1)
+        more["logprob"].requires_grad_()  # as a model gives it: storage keeps no graph
         self.buffer.append(places, more, cu_seqlens=counts.cumsum(0), alive=alive_rows)
 
     def finish(self, which: tuple[int, ...]) -> None:
@@ -266,7 +267,9 @@ class Machine:
         used = {"tokens": PAGE * sum(i.pages for i in items), "seqs": len(items), "groups": len(self.items)}
         self.differ("use", dict(stats.used), used)
         self.differ("groups", [g.id for g in self.buffer.groups()], list(self.items))
-        self.differ("place", {n: x.data_ptr() for n, x in self.buffer.tensors().items()}, self.places)
+        storage = self.buffer.tensors()
+        self.differ("place", {n: x.data_ptr() for n, x in storage.items()}, self.places)
+        self.differ("place", [n for n, x in storage.items() if x.requires_grad], [])
         if self.batch is not None:
             found = list(zip(self.batch.group_ids.tolist(), rows_of(self.batch), strict=True))
             self.differ("content", found, self.expected)

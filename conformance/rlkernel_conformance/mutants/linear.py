@@ -128,6 +128,14 @@ def bias_of_every_rank(right: Run, call: LinearCall) -> Tensor:
     return y + call.bias * (call.group.size() - 1)
 
 
+def gradient_in_autocasts_dtype(right: Run, call: LinearCall) -> Tensor:
+    """A backward pass in 16 bits where the graph is walked under autocast, whatever the call was made under."""
+    y = right(call)
+    if y.requires_grad:
+        y.register_hook(lambda g: g.bfloat16().to(g.dtype) if torch.is_autocast_enabled(g.device.type) else g)
+    return y
+
+
 def gradient_of_the_share(right: Run, call: LinearCall) -> Tensor:
     return right(replace(call, split="none", group=None) if call.split == "column" else call)
 
@@ -173,6 +181,9 @@ BUGS: Final = {
         "LN-13", "a block size that changes at 256 rows", another_order(lambda c: rows_of(c) >= 256)
     ),
     "bias_of_every_rank": Bug("LN-15", "every rank adds the bias before the sum over ranks", bias_of_every_rank),
+    "gradient_in_autocasts_dtype": Bug(
+        "LN-97", "backward() called under autocast computes in bfloat16", gradient_in_autocasts_dtype
+    ),
     "gradient_of_the_share": Bug(
         "LN-15", "the gradient of x is that of this rank's outputs alone", gradient_of_the_share
     ),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlkernel_conformance.mutants import plant
 from rlkernel_conformance.mutants.bug import Bug, How, Run
+from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.logprob import LogprobResult
 
 
@@ -67,6 +68,12 @@ def padding_takes_a_gradient(call: Any, out: LogprobResult) -> Tensor:
     return torch.where(call.ids == -1, out.logprob + total, out.logprob)
 
 
+def refuses_padding(right: Run, call: Any) -> LogprobResult:
+    if call.validate and bool((call.ids == -1).any()):
+        raise ArgumentError("ids", -1, "must lie in the vocabulary", "Correct the value.")
+    return right(call)
+
+
 def bugs(value: str, gradient: str, absent: str) -> dict[str, Bug]:
     """Bugs by name, in the clauses of one of the operators: on values, on gradients, and on absent ids."""
 
@@ -93,5 +100,9 @@ def bugs(value: str, gradient: str, absent: str) -> dict[str, Bug]:
     }
 
 
-OF_LOGITS: Final = bugs("LP-28", "LP-29", "LP-30")
+OF_LOGITS: Final = {
+    **bugs("LP-28", "LP-29", "LP-30"),
+    "lists_are_not_validated": Bug("LP-30", "validate=True looks at no list", in_lists(plant.given(validate=False))),
+    "refuses_padding": Bug("LP-30", "validate=True refuses -1 in a list", in_lists(refuses_padding)),
+}
 OF_A_HEAD: Final = bugs("LL-33", "LL-34", "LL-35")

@@ -45,6 +45,10 @@ def another_layouts_name(right: Run, call: PrepackCall) -> QuantTensor:
     return right(replace(call, w=flipped(call.w)) if unpacks else call)
 
 
+def packs_nothing(right: Run, call: PrepackCall) -> QuantTensor:
+    return call.w if call.w.layout == CANONICAL else right(call)
+
+
 def drops_edge_tiles(right: Run, call: PrepackCall) -> QuantTensor:
     out = right(call)
     if out.layout != CANONICAL and call.w.shape[0] % 16:
@@ -105,6 +109,7 @@ BUGS: Final = {
     ),
     "lowers_scales": Bug("PP-01", "scales cast to half in the packed weight", lowers_scales),
     "another_layouts_name": Bug("PP-02", "the layout id of another arrangement", another_layouts_name),
+    "packs_nothing": Bug("PP-02", "a layout that is asked for by name, and not made", packs_nothing),
     "drops_edge_tiles": Bug("PP-03", "edge tiles left out", drops_edge_tiles),
     "refuses_without_a_reason": Bug("PP-03", "a shape refused without a reason", refuses_without_a_reason),
     "packs_in_place": Bug("PP-04", "codes moved in place", packs_in_place),

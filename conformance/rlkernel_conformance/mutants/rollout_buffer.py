@@ -172,6 +172,12 @@ class MovingStorage(Pages):
         self.tokens["token"] = self.tokens["token"].clone()
 
 
+class KeepsGraphs(Pages):
+    def append(self, *args: Any) -> None:
+        with torch.enable_grad():
+            super().append(*args)
+
+
 class AsksWhoLives(PagedRolloutBuffer):
     def append(self, slots: Slots, values: Any, *, alive: Any = None, **more: Any) -> None:
         if alive is None or bool(alive.any()):
@@ -338,6 +344,7 @@ BUGS: Final = {
     "longest_first_is_ignored": Bug("RB-06", "the first groups, whatever their length", made_of(AlwaysFirst)),
     "a_batch_is_new_memory": Bug("RB-07", "every batch is new memory", made_of(staging=NewMemory)),
     "storage_moves": Bug("RB-07", "storage that is made anew when it is written", made_of(pages=MovingStorage)),
+    "graphs_are_kept": Bug("RB-07", "storage that keeps the graphs of appended values", made_of(pages=KeepsGraphs)),
     "append_asks_the_host": Bug("RB-08", "append asks the host how many rows live", made_of(AsksWhoLives)),
     "dead_rows_are_stored": Bug("RB-09", "alive read by nobody", made_of(pages=StoresTheDead)),
     "dead_rows_are_counted": Bug("RB-09", "dead rows are counted as lost", made_of(pages=CountsTheDead)),

@@ -11,10 +11,10 @@ import ast
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import _lru_cache_wrapper, partial
-from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -49,8 +49,9 @@ _VARIANTS: Final = 2  # of each call that a clause makes
 ENOUGH: Final = 50
 _PLENTY: Final = 2500
 _OTHER_DRAWS: Final = 20_261  # seed of cases that no profile has, and the next ones
-_ROUNDS: Final = 8
+_ROUNDS: Final = 40  # of the clauses' calls, where few of them execute the change
 _LIMIT_S: Final = 30.0  # of this process, for the search in each source of calls
+_LONGER: Final = 3  # times that, where few calls execute a change
 
 
 @dataclass(frozen=True)
@@ -117,20 +118,25 @@ def _attack_again(send: Send, pair: _Pair, clauses: tuple[str, ...], profile: Pr
 def _calls_of_clauses(send: Send, pair: _Pair, clauses: tuple[str, ...], cases: int) -> None:
     """The calls that clauses make of other draws, each compared whatever the clause looks at; tables first.
 
-    Where few of them execute the change, more are drawn.
+    Where few of them execute the change, more are drawn of the clauses whose calls do.
     """
     began, attacks = time.process_time(), attacks_with_leak_check(pair.mutant.op)
-    tables_first = sorted(clauses, key=lambda c: not isinstance(attacks[c].cases, Table))
-    for seed, clause in product(range(_OTHER_DRAWS, _OTHER_DRAWS + _ROUNDS), tables_first):
-        if seed > _OTHER_DRAWS and pair.calls >= ENOUGH:
+    due, executing = sorted(clauses, key=lambda c: not isinstance(attacks[c].cases, Table)), Counter[str]()
+    for seed in range(_OTHER_DRAWS, _OTHER_DRAWS + _ROUNDS):
+        for clause in due:
+            before = pair.calls
+            compared = _Compared(pair.mutant.backend, pair.mutant.op, pair=pair, clause=clause)
+            send(clause, None)
+            # An attack may not expect what it meets.
+            guarded(partial(_compare_calls, attacks[clause], compared, cases, seed))
+            send("found", pair.difference())
+            executing[clause] += pair.calls - before
+            late = time.process_time() - began > _LIMIT_S * (1 if pair.calls >= ENOUGH else _LONGER)
+            if pair.found or pair.calls > _PLENTY or late:
+                return
+        if pair.calls >= ENOUGH:
             return
-        compared = _Compared(pair.mutant.backend, pair.mutant.op, pair=pair, clause=clause)
-        send(clause, None)
-        # An attack may not expect what it meets.
-        guarded(partial(_compare_calls, attacks[clause], compared, cases, seed))
-        send("found", pair.difference())
-        if pair.found or pair.calls > _PLENTY or time.process_time() - began > _LIMIT_S:
-            return
+        due = [clause for clause in due if executing[clause]] or due
 
 
 def _compare_calls(attack: Attack, subject: _Compared, cases: int, seed: int) -> None:

@@ -109,6 +109,12 @@ def _functions(subject: Subject) -> tuple[frozenset[Function], frozenset[Functio
     return own, frozenset(function for _, function in named) - own
 
 
+def _at_import(frame: FrameType) -> bool:
+    """Whether a frame is the body of a module or a class, or a comprehension or lambda that one runs itself."""
+    by = frame.f_back if frame.f_code.co_name.startswith("<") else None
+    return any(f is not None and not f.f_code.co_flags & inspect.CO_OPTIMIZED for f in (frame, by))
+
+
 class _Depth(threading.local):
     """How many calls of the operator, and of others outside of it, a thread is in."""
 
@@ -121,7 +127,8 @@ def executed_lines(
 ) -> Iterator[Mapping[str, set[int]]]:
     """Lines of the functions in a folder that run in the scope, in any thread, by file relative to the folder.
 
-    What runs within one of `others` does not count, unless one of `own` called it.
+    What runs within one of `others` does not count, unless one of `own` called it, nor what a module runs as it is
+    imported: whichever clause comes first would have executed it.
     """
     prefix = f"{folder}/"
     seen: dict[str, set[int]] = {}
@@ -129,7 +136,7 @@ def executed_lines(
 
     def called(frame: FrameType, _event: str, _arg: Any) -> Any:
         code = frame.f_code
-        if not code.co_filename.startswith(prefix) or not code.co_flags & inspect.CO_OPTIMIZED:
+        if not code.co_filename.startswith(prefix) or _at_import(frame):
             return None
         file = code.co_filename.removeprefix(prefix)
         is_own, is_other = (file, code.co_name) in own, (file, code.co_name) in others and not depth.own

@@ -53,6 +53,8 @@ MODES: Final[Mapping[str, Callable[[str], AbstractContextManager[Any]]]] = {
 GRADLESS: Final = ("no_grad", "inference")
 
 
-def under(mode: str, device: str) -> AbstractContextManager[Any]:
-    """The scope of a mode."""
-    return MODES[mode](device)
+@contextmanager
+def under(mode: str, device: str, *, autocast: bool = False) -> Iterator[None]:
+    """The scope of a mode, and of autocast in it."""
+    with MODES[mode](device), _autocast(device) if autocast else nullcontext():
+        yield

@@ -7,7 +7,6 @@ Layouts and dtypes of every tensor, modes and upstream gradients are factors of 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
@@ -46,6 +45,11 @@ class Point:
     def generator(self, salt: int = 0) -> torch.Generator:
         """Of values on the CPU."""
         return torch.Generator().manual_seed(1009 * self.seed + salt)
+
+    @property
+    def in_autocast(self) -> bool:
+        """Whether the backward pass runs under autocast, in whatever mode the call is made."""
+        return bool(self.seed % 2)
 
 
 @dataclass(frozen=True)
@@ -206,6 +210,8 @@ def judge(space: Space, subject: Subject, point: Point) -> None:
     except Violation as violation:
         simplest = {name: levels[0] for name, levels in space.all_factors(subject).items()}
         with_ = ", ".join(f"{n}={x!r}" for n, x in point.levels.items() if x != simplest.get(n))
+        if point.in_autocast and point.levels.get("upstream", "none") != "none":
+            with_ = ", ".join(filter(None, (with_, "backward() under autocast")))
         raise Violation(f"{violation} (with {with_})" if with_ else str(violation)) from None
 
 
@@ -214,14 +220,13 @@ def _judge(space: Space, subject: Subject, point: Point) -> None:
     called = _with_leaves(space, subject, point, given)
     wanted = {n: x for n, x in leaves(called).items() if x.requires_grad and how != "none"}
     before = {n: x.detach().clone() for n, x in leaves(called).items()}
-    scope = nullcontext() if mode == "autocast" else under(mode, subject.device)
     if mode == WITHOUT_SYNCHRONIZATION:
         subject(**called)  # what is made once a shape may wait
     try:
         with under(mode, subject.device):
             out = subject(**called)
             out = out if space.use is None else space.use(subject, point, called, out)
-        upstream, grads = _backward(space, subject, point, out, called, scope) if wanted else ({}, {})
+        upstream, grads = _backward(space, subject, point, out, called) if wanted else ({}, {})
     except CaptureError as error:
         raise Violation(f"waits for the device, or has a shape that depends on values: {error}") from error
     made = {n: x.detach() for n, x in leaves(out).items()} | grads
@@ -296,9 +301,9 @@ def _detached(given: Given) -> Given:
 
 
 def _backward(
-    space: Space, subject: Subject, point: Point, out: Any, called: Given, scope: AbstractContextManager[Any]
+    space: Space, subject: Subject, point: Point, out: Any, called: Given
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The upstream gradients by result, and the gradients as "d_NAME"; the graph is walked within `scope`."""
+    """The upstream gradients by result, and the gradients as "d_NAME"."""
     how, wanted = point["upstream"], {n: x for n, x in leaves(called).items() if x.requires_grad}
     results = _carrying(subject, out)
     require(bool(results), "no result carries a gradient")
@@ -309,7 +314,7 @@ def _backward(
     kept = {n: x.clone() for n, x in upstream.items()}
     if how == "second order":
         _judge_second_order(space, subject, point, called, upstream)
-    with scope:
+    with under(point["mode"], subject.device, autocast=point.in_autocast):
         found = _gradients(results, wanted, upstream, retain_graph=how == "twice")
         # What was saved for the first walk is there for the second.
         again = _gradients(results, wanted, upstream) if how == "twice" else found
