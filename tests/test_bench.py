@@ -218,7 +218,10 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("suite", [s for s in SUITES if s not in ELSEWHERE])
+@pytest.mark.parametrize(
+    "suite",
+    [pytest.param(s, marks=[pytest.mark.slow] if s == "ranks" else []) for s in SUITES if s not in ELSEWHERE],
+)
 def test_the_reference_and_plain_torch_are_right_on_every_toy_workload(suite) -> None:
     content = run([suite], use=("reference",), against=("torch",), effort=QUICK, only=OWN.get(suite, ()))
     assert fails(content) == []

@@ -102,6 +102,7 @@ def test_a_report_says_what_each_device_could_do() -> None:
     assert ("copy 4000 GB/s" in text, "copy 3000 GB/s" in text) == (True, True)
 
 
+@pytest.mark.slow  # the longest of these
 def test_two_places_share_the_suites_of_a_run(cli) -> None:
     words = "bench run --suite policy_loss --suite verify --device cpu,cpu --backend torch --peers none"
     done = cli(*shlex.split(words), "--seconds", "0.001", "--out", "both")
