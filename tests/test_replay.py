@@ -154,7 +154,7 @@ def test_the_command_says_drift_by_law_and_is_a_gate(cli, engine) -> None:
 
 def test_options_that_a_recorded_rollout_leaves_no_meaning_are_refused(cli, engine) -> None:
     file, ran = engine
-    assert "--tokens says how to draw" in cli("agree", "--record", str(file), "--tokens", "3").stderr
+    assert "--tokens is about drawing" in cli("agree", "--record", str(file), "--tokens", "3").stderr
     assert "--exact is of a model" in cli("agree", "--record", str(file), "--exact").stderr
     assert "--weights is of a recorded rollout" in cli("agree", "--weights", "one").stderr
     other = ran.with_name("other.json")

@@ -103,7 +103,7 @@ def _path(name: str) -> Path:
 
 
 def imports(name: str, text: str, file: Path) -> Iterator[Import]:
-    """Where a module names modules of ours, and what stands there in the kernel.
+    """Where a module names modules of ours, and their names in the kernel.
 
     Raises:
         CannotTakeError: it imports what cannot be taken along, or ours in a form that cannot be made relative.
@@ -137,7 +137,7 @@ def _statements(tree: ast.AST, *, runs: bool = True) -> Iterator[tuple[ast.Impor
 def _relative(
     node: ast.Import | ast.ImportFrom | ast.Call, dots: str, text: str
 ) -> tuple[str, str, ast.stmt | ast.expr]:
-    """What is written, what stands for it, and where; nothing for nothing if the module is not ours."""
+    """What is written, its replacement, and where; empty strings if the module is not ours."""
     if isinstance(node, ast.ImportFrom) and _ours(node.module):
         return f"from {node.module} import", f"from {dots}{node.module} import", node
     if isinstance(node, ast.Call) and len(node.args) == 1 and not node.keywords:

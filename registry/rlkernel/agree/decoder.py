@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 the field's name for it
 
 from rlkernel.demo.model import Block, Policy, Shape, norm
+from rlkernel_core.errors import ArgumentError
 
 ROWS: Final = 64
 
@@ -72,7 +73,17 @@ class Decoder:
 
     @torch.no_grad()
     def full(self, ids: Tensor) -> Tensor:
-        """All tokens at once."""
+        """All tokens at once.
+
+        Raises:
+            ArgumentError: longer than its context.
+        """
+        most = self.policy.shape.context
+        if ids.shape[1] > most:
+            said = f"{ids.shape[1]} ids"
+            raise ArgumentError(
+                "ids", said, f"are more than the built-in decoder's {most}", "Name a model of your own."
+            )
         if not self.invariant:
             hidden: Tensor = self.policy(ids)
             return hidden

@@ -37,6 +37,7 @@ EXITS: Final = {0: "measured, and within --limit", 1: "the drift is beyond --lim
 
 # What says how to draw, and has no meaning where another process drew.
 _DRAWING: Final = ("rollout", "score", "invariant", "sequences", "prompt", "tokens", "temperature", "seed")
+_REPLAYING: Final = ("ran", "weights")  # what a recorded rollout alone has
 
 
 def command(
@@ -102,12 +103,7 @@ def command(
     states, and under the trainer's own, which tells a mismatch of laws from
     one of numerics.
     """
-    if record is not None:
-        given: Any = {"trainer": trainer, "dtype": dtype, "device": device, "limit": limit, "exact": exact}
-        _record(context, model, record, ran=ran, weights=weights, output=output, force=force, json=json, **given)
-        return
-    if ran is not None or weights is not None:
-        raise ConfigError(f"{'--ran' if ran else '--weights'} is of a recorded rollout; name one with --record")
+    _check_together(context, model, record, exact=exact)
     from rlkernel.agree import measure
     from rlkernel.agree.sides import SCORES
     from rlkernel.probe import device_here
@@ -121,6 +117,12 @@ def command(
         raise UnknownNameError("score", score, SCORES)
     if output is not None:
         to_write(output, "--output", force=force)
+    if record is not None:
+        loaded: Any = {"exact": exact, "dtype": kind, "device": where}
+        replayed, there = _replayed(model, record, ran=ran, weights=weights, trainer=scored, **loaded)
+        _tell(record, replayed, there, output, json=json)
+        _within(replayed.drift.max, limit)
+        return
     subject = _subject(
         model, exact=exact, invariant=invariant, seed=seed, dtype=kind, device=where, room=prompt + tokens
     )
@@ -148,51 +150,47 @@ def command(
     _within(found.drift.max, limit)
 
 
-def _record(
-    context: typer.Context,
+def _check_together(context: typer.Context, model: Path | None, record: Path | None, *, exact: bool) -> None:
+    """Refuse options that have no meaning beside a recorded rollout, or without one."""
+    sources = ((name, context.get_parameter_source(name)) for name in (*_DRAWING, *_REPLAYING))
+    given = [name for name, source in sources if source is not None and source.name == "COMMANDLINE"]
+    for name in given:
+        if record is None and name in _REPLAYING:
+            raise ConfigError(f"--{name} is of a recorded rollout; name one with --record")
+        if record is not None and name in _DRAWING:
+            raise ConfigError(f"--{name} is about drawing, and --record has drawn; leave one of them away")
+    if record is not None and exact and model is None:
+        raise ConfigError("--exact is of a model of transformers; name the one that drew")
+
+
+def _replayed(
     model: Path | None,
     file: Path,
     *,
     ran: Path | None,
     weights: str | None,
-    trainer: str | None,
-    dtype: str,
-    device: str | None,
-    limit: float | None,
+    trainer: tuple[str, ...],
     exact: bool,
-    output: Path | None,
-    force: bool,
-    json: bool,
-) -> None:
-    """Score what another process drew."""
-    sources = ((name, context.get_parameter_source(name)) for name in _DRAWING)
-    drawing = [name for name, source in sources if source is not None and source.name == "COMMANDLINE"]
-    if drawing:
-        raise ConfigError(f"--{drawing[0]} says how to draw, and --record has drawn; leave one of them away")
-    if exact and model is None:
-        raise ConfigError("--exact is of a model of transformers; name the one that drew")
+    **where: Any,
+) -> tuple[Replay, tuple[Decision, ...]]:
+    """What came of scoring a recorded rollout, and what ran in the process that drew."""
     from rlkernel import rollouts
     from rlkernel.agree.pretrained import pretrained
-    from rlkernel.probe import device_here
 
     drawn = rollouts.read(file)
     there = _ran(ran, drawn.decisions) if ran is not None else ()
-    scored = backends_named(trainer, "--trainer")
-    policy.use(*scored)  # an error before a model is loaded
-    if output is not None:
-        to_write(output, "--output", force=force)
-    where: Any = {"dtype": _dtype(dtype), "device": device_here() if device is None else present(device)}
     subject: Any = rollouts.Builtin(**where).model if model is None else pretrained(model, exact=exact, **where)
-    found = rollouts.replay(drawn, subject, trainer=scored, weights=weights)
+    return rollouts.replay(drawn, subject, trainer=trainer, weights=weights), there
+
+
+def _tell(file: Path, found: Replay, there: tuple[Decision, ...], output: Path | None, *, json: bool) -> None:
     if output is not None:
         lock.write(output, (*there, *found.trainer))
     if json:
-        print_json(
-            {**found.as_dict(), "rollout": [d.as_dict() for d in there], "lock": str(output) if output else None}
-        )
+        sides = {"rollout": [d.as_dict() for d in there], "lock": str(output) if output else None}
+        print_json({**found.as_dict(), **sides})
     else:
         _print_replay(file, found, there, output)
-    _within(found.drift.max, limit)
 
 
 def _ran(run: Path, stated: str) -> tuple[Decision, ...]:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import reduce, wraps
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final, TypeVar
@@ -196,6 +196,20 @@ def replaced(
                 entry.undo()
     if entry.calls.total() == before:
         raise HostError(f"{host.name}: nothing went through {symbol} inside the block: {idle()}")
+
+
+def counted(op: str, function: Callable[..., Any]) -> Callable[[Any, Counter[str]], Any]:
+    """What `replaced` takes to put a function there whose calls count as those of an operator."""
+
+    def make(_: Any, calls: Counter[str]) -> Any:
+        @wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            calls[op] += 1
+            return function(*args, **kwargs)
+
+        return called
+
+    return make
 
 
 def _replace(symbol: Symbol, make: Callable[[Any, Counter[str]], Any], calls: Counter[str]) -> Callable[[], None]:

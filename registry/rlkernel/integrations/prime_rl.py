@@ -8,16 +8,11 @@ temperature before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import AbstractContextManager
+from typing import Final
 
-from rlkernel.integrations.host import Active, Host, Symbol, replaced
-
-if TYPE_CHECKING:
-    from collections import Counter
-
-    from torch import Tensor
+from rlkernel.integrations.host import Active, Host, Symbol, counted, replaced
+from rlkernel.integrations.trl_functions import selective_log_softmax
 
 SCORE: Final = Symbol("prime_rl.trainer.rl.train", "selective_log_softmax", "logits, index")
 HOST: Final = Host(
@@ -32,27 +27,12 @@ HOST: Final = Host(
 )
 
 
-@contextmanager
-def enabled(*, force: bool = False) -> Iterator[Active]:
+def enabled(*, force: bool = False) -> AbstractContextManager[Active]:
     """The trainer of this process scores tokens by `rlkernel.logprob` inside the block.
 
     Raises:
         HostError: prime-rl is absent, of a version that this was not made for, or has changed;
             or on leaving, nothing has been scored inside the block.
     """
-
-    def make(_: Any, calls: Counter[str]) -> Any:
-        def selective_log_softmax(
-            logits: Tensor,  # [B, T, V]
-            index: Tensor,  # [B, T]
-        ) -> Tensor:
-            import rlkernel as rlk
-
-            calls["logprob"] += 1
-            return rlk.logprob(logits, index).logprob
-
-        return selective_log_softmax
-
     idle = "no token was scored there; the model has prime-rl's fused output layer, or train() was called elsewhere"
-    with replaced(HOST, SCORE, make, idle=lambda: idle, force=force) as entry:
-        yield entry
+    return replaced(HOST, SCORE, counted("logprob", selective_log_softmax), idle=lambda: idle, force=force)

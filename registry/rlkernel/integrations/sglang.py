@@ -8,8 +8,8 @@ keyed by a request's `sampling_seed` and the place of its token in the sequence,
 to a sampler in deterministic inference alone, which takes its own backend; so a hook of its plugins puts them into each
 batch that is made, where our backend was asked for. A request without a seed has one of its id, so that ranks agree.
 
-On a CPU SGLang takes its own backend whatever is asked for; a hook of its settings keeps ours there. Elsewhere a batch
-for which SGLang took another backend than the one asked for, as in deterministic inference, is an error that says so.
+On a CPU SGLang takes its own backend whatever is asked for; a hook of its settings keeps ours there. Where
+SGLang takes another backend than ours elsewhere, as in deterministic inference, the first batch is an error.
 
 Engines end their processes without a word. Where RLKERNEL_RECORD names a folder, decisions.json is written there after
 the first draw, and again after 2, 4, 8 ... draws; `rlkernel status` reads it.

@@ -10,15 +10,12 @@ or of one process by `with skyrl.enabled()`. SkyRL divides its logits by the tem
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Final
 
-from rlkernel.integrations.host import KEPT, Active, Host, Symbol, replaced
+from rlkernel.integrations.host import KEPT, Active, Host, Symbol, counted, replaced
 
 if TYPE_CHECKING:
-    from collections import Counter
-
     from torch import Tensor
 
 SCORE: Final = Symbol(
@@ -35,32 +32,15 @@ HOST: Final = Host(
 )
 
 
-@contextmanager
-def enabled(*, force: bool = False) -> Iterator[Active]:
+def enabled(*, force: bool = False) -> AbstractContextManager[Active]:
     """Models of this process score tokens by `rlkernel.logprob` inside the block.
 
     Raises:
         HostError: SkyRL is absent, of a version that this was not made for, or has changed;
             or on leaving, nothing has been scored inside the block.
     """
-
-    def make(_: Any, calls: Counter[str]) -> Any:
-        def logprobs_from_logits(
-            logits: Tensor,  # [..., V], read and never written to
-            labels: Tensor,  # [...]
-            inplace_backward: bool = True,  # whether stock may write to its logits; ours never does
-        ) -> Tensor:
-            import rlkernel as rlk
-
-            del inplace_backward
-            calls["logprob"] += 1
-            return rlk.logprob(logits, labels).logprob
-
-        return logprobs_from_logits
-
     idle = "no model scored a token there; train inside, or name worker() where Ray starts its workers"
-    with replaced(HOST, SCORE, make, idle=lambda: idle, force=force) as entry:
-        yield entry
+    return replaced(HOST, SCORE, counted("logprob", logprobs_from_logits), idle=lambda: idle, force=force)
 
 
 def worker() -> None:
@@ -70,3 +50,17 @@ def worker() -> None:
         HostError: as `enabled`; Ray then ends the worker and tells the driver.
     """
     KEPT.enter_context(enabled())
+
+
+def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+    """SkyRL's function: log-probabilities [...] in fp32 of labels [...] under logits [..., V].
+
+    `inplace_backward` lets SkyRL's own write to its logits; this one never does.
+
+    Raises:
+        ArgumentError: as `rlkernel.logprob`.
+    """
+    import rlkernel as rlk
+
+    del inplace_backward
+    return rlk.logprob(logits, labels).logprob

@@ -13,15 +13,12 @@ Legend: N tokens · V ids of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
-from rlkernel.integrations.host import KEPT, Active, Host, Symbol, asked_of, replaced
+from rlkernel.integrations.host import KEPT, Active, Host, Symbol, asked_of, counted, replaced
 
 if TYPE_CHECKING:
-    from collections import Counter
-
     from torch import Tensor
 
 SCORE: Final = Symbol(
@@ -41,34 +38,16 @@ HOST: Final = Host(
 )
 
 
-@contextmanager
-def enabled(*, force: bool = False) -> Iterator[Active]:
+def enabled(*, force: bool = False) -> AbstractContextManager[Active]:
     """Losses of this process score tokens by `rlkernel.logprob` inside the block.
 
     Raises:
         HostError: slime is absent, of a version that this was not made for, or has changed;
             or on leaving, nothing has been scored inside the block.
     """
-
-    def make(_: Any, calls: Counter[str]) -> Any:
-        def calculate_log_probs_and_entropy(
-            logits: Tensor,
-            tokens: Tensor,
-            tp_group: Any,
-            with_entropy: bool = False,
-            chunk_size: int = -1,
-            log_prob_keep_mask: Tensor | None = None,
-            with_entropy_grad: bool = True,
-        ) -> tuple[Tensor, Tensor | None]:
-            del chunk_size  # bounds the memory of stock; ours does not grow with it
-            calls["logprob"] += 1
-            return score(logits, tokens, tp_group, log_prob_keep_mask, entropy=with_entropy, grad=with_entropy_grad)
-
-        return calculate_log_probs_and_entropy
-
     idle = "no loss was computed there; train inside, or name init in --custom-megatron-init-path"
-    with replaced(HOST, SCORE, make, idle=lambda: idle, force=force) as entry:
-        yield entry
+    found = counted("logprob", calculate_log_probs_and_entropy)
+    return replaced(HOST, SCORE, found, idle=lambda: idle, force=force)
 
 
 def init(args: Any) -> None:
@@ -81,19 +60,26 @@ def init(args: Any) -> None:
     KEPT.enter_context(enabled())
 
 
-def score(
-    logits: Tensor, tokens: Tensor, group: Any, keep: Tensor | None, *, entropy: bool, grad: bool
+def calculate_log_probs_and_entropy(
+    logits: Tensor,
+    tokens: Tensor,
+    tp_group: Any,
+    with_entropy: bool = False,
+    chunk_size: int = -1,
+    log_prob_keep_mask: Tensor | None = None,
+    with_entropy_grad: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities [N, 1] and entropies [N], the same on every rank; both fp32.
+    """Slime's function: log-probabilities [N, 1] and entropies [N], the same on every rank; both fp32.
 
     Args:
         logits: [N, V] of any floating dtype.
         tokens: [N] ids in the whole vocabulary.
-        group: the ranks, in the order of their ids; None for one.
-        keep: bool [N, V], the ids that the filters of the rollout kept, and whatever of a token itself: probabilities
-            are of these alone, as the tokens were drawn. Entropies are of all ids.
-        entropy: whether entropies are wanted.
-        grad: whether they have a gradient.
+        tp_group: the ranks, in the order of their ids; None for one.
+        with_entropy: whether entropies are wanted.
+        chunk_size: bounds the memory of slime's own; this one's does not grow with it.
+        log_prob_keep_mask: bool [N, V], the ids that the filters of the rollout kept, and whatever of a token itself:
+            probabilities are of these alone, as the tokens were drawn. Entropies are of all ids.
+        with_entropy_grad: whether entropies have a gradient.
 
     Raises:
         ArgumentError: as `rlkernel.logprob`.
@@ -102,16 +88,17 @@ def score(
 
     import rlkernel as rlk
 
+    del chunk_size
     if not logits.shape[0]:
-        return logits.new_zeros(0), logits.new_zeros(0) if entropy else None
-    first = logits.shape[1] * group.rank() if group is not None else 0
-    given = logits
+        return logits.new_zeros(0), logits.new_zeros(0) if with_entropy else None
+    keep, group, given = log_prob_keep_mask, tp_group, logits
     if keep is not None:
+        first = logits.shape[1] * group.rank() if group is not None else 0
         ids = torch.arange(first, first + logits.shape[1], device=logits.device)
         given = logits.masked_fill(~(keep | (tokens[:, None] == ids)), -torch.inf)
-    out = rlk.logprob(given, tokens, entropy=entropy and keep is None, group=group)
-    if not entropy:
+    out = rlk.logprob(given, tokens, entropy=with_entropy and keep is None, group=group)
+    if not with_entropy:
         return out.logprob[:, None], None
     found = out if keep is None else rlk.logprob(logits, tokens, entropy=True, group=group)
-    told = asked_of("logprob", "entropy", found.entropy)
-    return out.logprob[:, None], told if grad else told.detach()
+    entropy = asked_of("logprob", "entropy", found.entropy)
+    return out.logprob[:, None], entropy if with_entropy_grad else entropy.detach()

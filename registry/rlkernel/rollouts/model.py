@@ -17,7 +17,7 @@ from torch import Tensor
 from rlkernel.agree import decoder
 from rlkernel.agree import pretrained as folders
 from rlkernel_core import checks
-from rlkernel_core.errors import ArgumentError, ConfigError
+from rlkernel_core.errors import ConfigError
 
 ROWS: Final = 64  # of a block: 40 MB of fp32 logits at V = 150,000
 SCORES: Final = ("linear_logprob", "logprob")  # of `Exact.generate`
@@ -75,9 +75,6 @@ class Builtin:
         Raises:
             ArgumentError: longer than its context.
         """
-        most = self.model.policy.shape.context
-        if len(ids) > most:
-            raise ArgumentError("ids", f"{len(ids)} ids", f"are more than the decoder's {most}", "Name a model.")
         hidden = self.model.full(ids[None].to(self.model.head.device))[0, first:]
         yield (hidden @ self.model.head.T).float()
 

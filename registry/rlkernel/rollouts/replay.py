@@ -10,7 +10,7 @@ Legend: T tokens of a sequence · n drawn · D hidden · V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -56,7 +56,7 @@ class Replay:
         """JSON-ready form."""
         mixed = self.mixed.as_dict() if self.mixed else None
         places = [{"from": first, **drift.as_dict()} for first, drift in self.places]
-        told = {"model": self.model, "law": self.law, "left_out": self.left_out, "drift": asdict(self.drift)}
+        told = {"model": self.model, "law": self.law, "left_out": self.left_out, "drift": self.drift.as_dict()}
         more = {"mixed": mixed, "places": places, "worst": [token._asdict() for token in self.worst]}
         return {**told, **more, "trainer": [d.as_dict() for d in self.trainer]}
 
@@ -142,19 +142,18 @@ def _scored(rollout: Rollout, law: str, model: Model, number: int) -> tuple[Tens
         return tempered, tempered
     if law == "raw":
         return score(1.0), tempered
-    rows = range(0, len(drawn), ROWS)
-    kept = [_kept(hidden[at : at + ROWS], head, bias, params, rollout.seed, rollout.step + at) for at in rows]
+    weight, offset = head.detach().float(), None if bias is None else bias.detach().float()
+    blocks = ((at, hidden[at : at + ROWS].float()) for at in range(0, len(drawn), ROWS))
+    logits = ((at, torch.nn.functional.linear(block, weight, offset)) for at, block in blocks)
+    kept = [_kept(x, params, rollout.seed, rollout.step + at) for at, x in logits]
     counts = torch.cat([count for _, count in kept])
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     return score(params.temperature, support=rlk.Support(torch.cat([ids for ids, _ in kept]), offsets)), tempered
 
 
 @torch.no_grad()
-def _kept(
-    hidden: Tensor, head: Tensor, bias: Tensor | None, params: Params, seed: int, step: int
-) -> tuple[Tensor, Tensor]:
-    """Ids that the filters keep here, row after row, and how many each row has, [n]."""
-    logits = torch.nn.functional.linear(hidden.float(), head.float(), None if bias is None else bias.float())
+def _kept(logits: Tensor, params: Params, seed: int, step: int) -> tuple[Tensor, Tensor]:
+    """Ids that the filters keep of logits [n, V], row after row, and how many each row has, [n]."""
     names = ("temperature", "top_k", "top_p", "min_p", "filter_order", "tie", "stream")
     law = {name: getattr(params, name) for name in names}
     steps = step + torch.arange(len(logits), device=logits.device)
