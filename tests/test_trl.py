@@ -130,6 +130,13 @@ def test_a_block_around_construction_alone_is_an_error_that_says_to_train_inside
     assert integrations.active() == []
 
 
+def test_the_trainer_and_the_callback_may_be_made_inside_the_block() -> None:
+    with pytest.raises(ZeroDivisionError), ours.enabled():
+        made = [ours.grpo_trainer(), ours.callback()]
+        raise ZeroDivisionError
+    assert len(made) == 2
+
+
 def test_an_error_inside_leaves_nothing_patched() -> None:
     before = stock_trl.trainer.utils._ChunkedLogProbFunction
     with pytest.raises(KeyError), ours.enabled(), ours.enabled() as inner:

@@ -102,7 +102,9 @@ class Host:
                 f"{self.name} {found} is installed, and this integration was made for {self.versions}; {pin}, update "
                 f"rlkernel, or pass force=True to try it: its symbols are looked at in any case"
             )
-        problems = [text for symbol in self.symbols if (text := symbol.problem()) is not None]
+        ours = _ACTIVE[self.name].symbols if self.name in _ACTIVE else ()  # looked at before they were replaced
+        left = [s for s in self.symbols if not any(f"{s}.".startswith(f"{replaced}.") for replaced in ours)]
+        problems = [text for symbol in left if (text := symbol.problem()) is not None]
         if problems:
             raise HostError(
                 f"{self.name} {found} is not what this integration was made for ({self.tested}): "
