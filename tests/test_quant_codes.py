@@ -57,6 +57,16 @@ def test_asymmetric_int4_reads_as_awq_with_zeros_as_they_are(dtype, g) -> None:
     assert not torch.equal(off_by_one.to(dtype), dequantize(w))
 
 
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_a_default_device_without_memory_changes_no_weight(name) -> None:
+    nested = {"double_quant": True} if name in {"nf4", "fp4"} else {}
+    spec, weight = QuantSpec.named(name, **nested), torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
+    expected = dequantize(quantize(weight, spec))
+    with torch.device("meta"):
+        found = dequantize(quantize(weight, spec))
+    assert torch.equal(found, expected)
+
+
 def test_the_dynamic_map_has_its_published_structure() -> None:
     found = dynamic_map()
     assert found.shape == (256,)

@@ -70,7 +70,7 @@ class NF4:
 
     def constants(self, spec: QuantSpec) -> dict[str, Tensor]:
         """The tables."""
-        tables = {"table": torch.tensor(self.table, dtype=torch.float32)}
+        tables = {"table": torch.tensor(self.table, dtype=torch.float32, device="cpu")}
         return tables | {"nested_table": dynamic_map()} if spec.double_quant else tables
 
     def encode_(self, parts: dict[str, Tensor], weight: Tensor, spec: QuantSpec) -> None:
@@ -125,16 +125,16 @@ def dynamic_map() -> Tensor:  # -> [256] fp32, ascending
     The bin edges are those of an fp32 linspace (one fused multiply-add per edge, counted from the nearer end), here
     in float64 and rounded once, so that the table is the same on every machine.
     """
-    start, end = torch.tensor((0.1, 1.0), dtype=torch.float32).double()
+    start, end = torch.tensor((0.1, 1.0), dtype=torch.float32, device="cpu").double()
     values = [0.0, 1.0]
     for decade in range(7):
         bins = 2**decade
         step = ((end - start).float() / bins).double()
-        k = torch.arange(bins + 1, dtype=torch.float64)
+        k = torch.arange(bins + 1, dtype=torch.float64, device="cpu")
         edges = torch.where(k < (bins + 1) // 2, start + step * k, end - step * (bins - k)).float()
         middle = (10.0 ** (decade - 6)) * ((edges[:-1] + edges[1:]) / 2)
         values += [*middle.tolist(), *(-middle).tolist()]
-    return torch.tensor(sorted(values), dtype=torch.float32)
+    return torch.tensor(sorted(values), dtype=torch.float32, device="cpu")
 
 
 def _absmax(flat: Tensor, block: int) -> Tensor:  # [E] -> [blocks] fp32

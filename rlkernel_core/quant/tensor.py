@@ -122,7 +122,7 @@ class QuantTensor:
             "layout": self.layout,
             "parts": list(self.parts),
         }
-        packed = torch.tensor(list(json.dumps(meta).encode()), dtype=torch.uint8)
+        packed = torch.tensor(list(json.dumps(meta).encode()), dtype=torch.uint8, device="cpu")
         return {**{prefix + name: t for name, t in self.parts.items()}, prefix + META: packed}
 
     @staticmethod

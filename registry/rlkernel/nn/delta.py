@@ -80,8 +80,8 @@ def weight_delta(old: Tensor | QuantTensor, new: Tensor | QuantTensor) -> Tensor
             fields, count = [*fields, b], _WHOLE
         counts.append(count)
     body = torch.cat([_padded(field) for field in fields]).view(torch.int64)
-    head = torch.tensor([_MAGIC, _HEADER + len(counts) + len(body), 0, _form(old), 0, 0, len(counts), *counts])
-    delta = torch.cat([head.to(body.device), body])
+    head = [_MAGIC, _HEADER + len(counts) + len(body), 0, _form(old), 0, 0, len(counts), *counts]
+    delta = torch.cat([torch.tensor(head, device=body.device), body])
     delta[4], delta[5] = _checksum(mine), _checksum(theirs)
     delta[2] = _checksum([delta])  # of a 0 in its own place
     return delta.view(torch.uint8)

@@ -83,8 +83,9 @@ class Decoder:
             if isinstance(given, Tensor):
                 self.params[name].copy_(given)
         self.seed.copy_(seed)
-        self.table.copy_(torch.tensor([[*row, *[0] * (self.table.shape[1] - len(row))] for row in plan.table]))
-        self.used.copy_(torch.tensor([len(ids) for ids in prompts]))
+        table = [[*row, *[0] * (self.table.shape[1] - len(row))] for row in plan.table]
+        self.table.copy_(torch.tensor(table, device="cpu"))
+        self.used.copy_(torch.tensor([len(ids) for ids in prompts], device="cpu"))
         self.drawn.zero_()
         self.alive.fill_(True)
         packed = [prompts[row] for row in plan.first]

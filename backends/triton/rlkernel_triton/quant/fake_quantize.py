@@ -245,7 +245,7 @@ def _cells_of(spec: QuantSpec, device: torch.device) -> Tensor:  # -> [3, 64] fp
         values = (table[:8] if spec.element == "fp4" else table).sort().values
         middles = (values[:-1] + values[1:]) / 2
         numbers = (middles * 16).round() + 16  # of the cells that hold them, all different
-        cells = torch.arange(64).unsqueeze(1)
+        cells = torch.arange(64, device=values.device).unsqueeze(1)
         own = torch.where(numbers == cells, middles, torch.inf).amin(1)
         found = torch.stack([own, *(values[how(numbers, cells).sum(1)] for how in (torch.lt, torch.le))])
         _CELLS[key] = lasting(lambda: {"cells": found.to(device)}, device)["cells"]

@@ -135,7 +135,7 @@ def _cells(values: Tensor, codes: Tensor) -> Tensor:  # ascending [V], [V] -> [2
     """The table of `quantize_kernels.nearest_code` for the nearest of some values, a tie taking the lower."""
     middles = (values[:-1] + values[1:]) / 2
     numbers = (middles * 16).round() + 16  # of the cells that hold them, all different
-    cells = torch.arange(64).unsqueeze(1)
+    cells = torch.arange(64, device=values.device).unsqueeze(1)
     own = torch.where(numbers == cells, middles, torch.inf).amin(1)
     low, high = (codes[how(numbers, cells).sum(1)] for how in (torch.lt, torch.le))
     return torch.stack([own, (low + 16 * high).float()])

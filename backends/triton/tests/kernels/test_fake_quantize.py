@@ -71,3 +71,17 @@ def test_a_straight_through_gradient_is_the_upstream_one_and_no_launch(device) -
     up = torch.randn(16, 64, generator=torch.Generator().manual_seed(2)).to(device)
     (found,) = torch.autograd.grad(rlk.fake_quantize(leaf, "nvfp4", dtype=torch.float32), leaf, up)
     assert torch.equal(found, up.bfloat16())
+
+
+@pytest.mark.parametrize("name", ["fp4", "nf4"])
+def test_tables_that_are_first_made_under_a_default_device_without_memory_are_right(device, name, monkeypatch) -> None:
+    from rlkernel_triton.quant import fake_quantize, quantize
+
+    spec, w = named(name, double_quant=True), weight(16, 256, device, torch.float32)
+    up = torch.ones(16, 256, device=device)
+    expected = rlk.fake_quantize(w, spec), gradient(w, named(name), up)
+    monkeypatch.setattr(quantize, "_CONSTANTS", {})
+    monkeypatch.setattr(fake_quantize, "_CELLS", {})
+    with torch.device("meta"):
+        same(rlk.fake_quantize(w, spec), expected[0])
+        same(gradient(w, named(name), up), expected[1])
