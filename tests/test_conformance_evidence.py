@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import rlkernel
-from rlkernel_conformance import documents, evidence
+from rlkernel_conformance import documents, evidence, table
 from rlkernel_conformance import report as reports
+from rlkernel_conformance.attack_sources import attack_sources
 from rlkernel_conformance.harness import Outcome
 from rlkernel_conformance.leak_check import CLAUSE
 from rlkernel_conformance.manifests import importable, known, load
@@ -54,6 +55,45 @@ def test_a_report_of_sources_that_nobody_knows_is_older(cli) -> None:
         clause["sources"] = None
     documents.write({**content, "hash": reports.content_hash(content)}, FOLDER / "here")
     assert states() == {"whiten@1": "older"}
+
+
+def put_with_attack(fingerprint: str | None, clause: str = "WH-01") -> None:
+    """A report whose result of a clause is of another attack; of one that it does not name, for None."""
+    put()
+    content = documents.read(FOLDER / "here")
+    for result in content["operators"]["whiten@1"]["clauses"]:
+        if result["clause"] == clause:
+            result["attack"] = fingerprint
+    documents.write({**content, "hash": reports.content_hash(content)}, FOLDER / "here")
+
+
+def test_a_report_names_the_attack_of_each_clause(cli) -> None:
+    put()
+    told = {c["clause"]: c["attack"] for c in documents.read(FOLDER / "here")["operators"]["whiten@1"]["clauses"]}
+    assert told == attack_sources("whiten")
+
+
+@pytest.mark.parametrize(("fingerprint", "expected"), [("0" * 16, ("changed", 1)), (None, ("current", 0))])
+def test_a_result_of_another_attack_is_changed_but_not_one_that_names_none(cli, fingerprint, expected) -> None:
+    put_with_attack(fingerprint)
+    [due] = [e for e in evidence.evidence(FOLDER) if e.op == "whiten@1"]
+    assert (due.state, due.clauses) == expected
+    assert bool(due.command) == (fingerprint is not None)
+
+
+def test_a_changed_clause_is_attacked_again_by_the_command_that_renews_it(cli) -> None:
+    put_with_attack("0" * 16)
+    [due] = [e for e in evidence.evidence(FOLDER) if e.op == "whiten@1"]
+    assert cli(*shlex.split(due.command)[1:], "--json").exit_code == 0
+    assert states() == {"whiten@1": "current"}
+    ran = documents.read(FOLDER / "here")["operators"]["whiten@1"]["clauses"]
+    assert [c["clause"] for c in ran if c["executed"] > 1] == ["WH-01"]
+
+
+def test_the_table_marks_a_changed_clause_as_older(cli) -> None:
+    put_with_attack("0" * 16)
+    [row] = table.rows(FOLDER)
+    assert row["operators"]["whiten@1"] == f"holds {len(WHITEN.spec.clauses) + 1}, 1 *older*"
 
 
 def test_a_report_of_a_backend_that_is_not_here_is_unknown(cli) -> None:
@@ -166,6 +206,14 @@ def test_a_report_is_read_once_until_its_file_changes(cli, monkeypatch) -> None:
     with conformant(), pytest.raises(ResolutionError, match="has no result for"):
         rlkernel.whiten(torch.tensor([1.0, 3.0]))
     assert len(opened) == 2
+
+
+def test_a_policy_that_needs_conformance_wants_results_of_todays_attacks(cli) -> None:
+    put_with_attack("0" * 16)
+    with conformant():
+        [rejected] = [r for r in rlkernel.explain("whiten").decision.rejected if r.backend == "torch"]
+    assert rejected.reason.slug == "evidence/not-held"
+    assert rejected.reason.text.endswith("has no result of today's attacks for WH-01")
 
 
 def other_torch(content):

@@ -17,7 +17,7 @@ from rlkernel_conformance.documents import FILE, read
 from rlkernel_conformance.leak_check import CLAUSE
 from rlkernel_conformance.manifests import here, known, sources_of
 from rlkernel_conformance.profiles import PROFILES, sanitizer_of
-from rlkernel_conformance.report import architectures
+from rlkernel_conformance.report import architectures, attack_changed
 from rlkernel_core.decision import ALIASES, Call
 from rlkernel_core.errors import ConfigError
 from rlkernel_core.manifest import Backend
@@ -28,12 +28,13 @@ from rlkernel_core.spec import OPERATORS
 STATES: Final = {
     "current": "every clause has a result from the present sources",
     "older": "some results are of other sources, or of nobody knows which",
+    "changed": "attacks on some clauses are other ones today",
     "missing": "some clauses have no result",
     "absent": "the backend implements it, the report does not have it",
     "gone": "the backend implements it no more",
     "unknown": "the backend is not here to compare with",
 }
-RENEWABLE: Final = ("older", "missing", "absent")
+RENEWABLE: Final = ("older", "changed", "missing", "absent")
 _CHANGES_NOTHING: Final = ("numpy",)  # packages of a report that no kernel computes with
 # Modules whose reports tools/simulated_reports.py makes, at an effort of its own.
 _SIMULATED: Final = "rlkernel_rocm.simulated."
@@ -99,13 +100,14 @@ def unproved(folder: str, packages: Mapping[str, str], backend: str, call: Call)
         manifest = manifest_of(content)
         now = {} if manifest is None else {call.op: sources_of(manifest, call.op, call.device)}
         state, due = _state(call.op, found, now, at_hand=manifest is not None)
-        changed = _versions(content, found, packages) if state in {"current", "missing"} else "sources"
+        changed = _versions(content, found, packages) if state in {"current", "changed", "missing"} else "sources"
         if changed:
             said.append(Reason("evidence", "older", f"{path.parent} is of other {changed}", command))
         elif found["verdict"] != "holds":
             said.append(Reason("evidence", "not-held", f"{path.parent} says of {call.op}: {found['verdict']}", command))
         elif due:
-            text = f"{path.parent} has no result for {', '.join(sorted(due))}"
+            of = " of today's attacks" if state == "changed" else ""
+            text = f"{path.parent} has no result{of} for {', '.join(sorted(due))}"
             said.append(Reason("evidence", "not-held", text, command))
         else:
             return None
@@ -194,6 +196,11 @@ def older(found: Mapping[str, Any], now: str | None) -> set[str]:
     return {clause for clause, was in results.items() if was is None or (now is not None and was != now)}
 
 
+def changed(op: str, found: Mapping[str, Any]) -> set[str]:
+    """Clauses of an operator in a report whose results are of other attacks than today's."""
+    return {c["clause"] for c in found["clauses"] if attack_changed(op.partition("@")[0], c)}
+
+
 def _state(op: str, found: Mapping[str, Any] | None, now: Mapping[str, str], *, at_hand: bool) -> tuple[str, set[str]]:
     name = op.partition("@")[0]
     if name not in OPERATORS or (op not in now and at_hand):
@@ -201,11 +208,12 @@ def _state(op: str, found: Mapping[str, Any] | None, now: Mapping[str, str], *, 
     spec = {c.id for c in OPERATORS[name].clauses} | {CLAUSE.id}
     if found is None:
         return "absent", spec
-    before = older(found, now.get(op))
+    before, attacks = older(found, now.get(op)), changed(op, found)
     lacking = spec - {c["clause"] for c in found["clauses"] if c["status"] not in {"not_run", "fault"}}
     if not before and not at_hand:
         return "unknown", set()
-    return ("older" if before else "missing" if lacking else "current"), before | lacking
+    state = "older" if before else "changed" if attacks else "missing" if lacking else "current"
+    return state, before | attacks | lacking
 
 
 def renewal(content: Mapping[str, Any], op: str, folder: Path) -> str:

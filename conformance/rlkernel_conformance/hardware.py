@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from rlkernel_conformance.documents import place, read
-from rlkernel_conformance.evidence import older, reports, sources_now
+from rlkernel_conformance.evidence import changed, older, reports, sources_now
 from rlkernel_core.documents import read_json
 from rlkernel_core.files import read_text
 from rlkernel_core.spec import OPERATORS
@@ -81,7 +81,7 @@ def hardware(folder: Path, results: Path, builds: Path, at: Path) -> str:
                 there.elsewhere.update(one.elsewhere)
                 if one.cards and found["verdict"] == "fails":
                     now = sources_now(content) if now is None else now
-                    there.failing[content["backend"]] = _failing(content["backend"], found, now.get(op))
+                    there.failing[content["backend"]] = _failing(content["backend"], op, found, now.get(op))
     for name, arch, card in _timed(results):
         seen[name, _family(arch)].cards.update(_cards(card))
     for name, arch, done, of in _compiled(builds):
@@ -122,10 +122,10 @@ def _cards(names: str) -> set[str]:
     return {found[1] if (found := _CARD.match(name)) else name for name in names.split(" and ")}
 
 
-def _failing(backend: str, found: Mapping[str, Any], now: str | None) -> str:
-    """Of how many clauses of a backend, and where all of them failed with other sources than those of now, that."""
+def _failing(backend: str, op: str, found: Mapping[str, Any], now: str | None) -> str:
+    """How many clauses of a backend fail; whether all these results are of other sources or attacks than today's."""
     failed = {c["clause"] for c in found["clauses"] if c["status"] in {"violated", "fault"}}
-    age = ", *older*" if failed <= older(found, now) else ""
+    age = ", *older*" if failed <= older(found, now) | changed(op, found) else ""
     return f"{len(failed)} clause{'s' * (len(failed) > 1)} of `{backend}`{age}"
 
 

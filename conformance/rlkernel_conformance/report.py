@@ -2,8 +2,9 @@
 
 A report is made in one run or in several, each of some operators or clauses (`merged`). So each clause names its run,
 which is under `runs` with its profile and environment, its date, and the fingerprint of the sources that were judged
-(`rlkernel.sources`). The profile of an operator, and of a report, is the weakest that one of its clauses
-was attacked with.
+(`rlkernel.sources`). A clause that was attacked has the fingerprint of its attack, too
+(`rlkernel_conformance.attack_sources`). The profile of an operator, and of a report, is the weakest that one of its
+clauses was attacked with.
 
 Two runs of one backend at one profile on one machine give the same report but for dates and seconds; `hash` covers all
 the rest. Verdicts, the worst first:
@@ -35,6 +36,7 @@ from packaging.requirements import Requirement
 from rlkernel import policy
 from rlkernel.discover import PackageVersions
 from rlkernel_conformance import tolerances
+from rlkernel_conformance.attack_sources import attack_sources
 from rlkernel_conformance.harness import Outcome
 from rlkernel_conformance.manifests import sources_of
 from rlkernel_conformance.orders.shipped import shipped
@@ -112,7 +114,8 @@ def report(
             "problems": needless(waivers, found),
             "orders": shipped((i.target for i in subject.impls), subject.op),
         }
-        clauses = [_clause(o, {w.clause: w for w in waivers}.get(o.clause)) | told for o in found]
+        attacks, excused = attack_sources(subject.op), {w.clause: w for w in waivers}
+        clauses = [_clause(o, excused.get(o.clause), attacks.get(o.clause)) | told for o in found]
         operators[subject.spec.id] = _operator(subject.op, about, clauses, {name: made})
     content = {"backend": first.backend, "manifest": manifest, "device": first.device, "operators": operators}
     return _whole({"schema": SCHEMA, **content, "runs": {name: made}})
@@ -145,13 +148,20 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     return _whole({**new, "operators": operators, "runs": runs})
 
 
-def has_result(clause: Mapping[str, Any], content: Mapping[str, Any], sources: str, examples: int) -> bool:
-    """Whether an attack on a clause came to its end, on these sources, with so many cases or more.
+def has_result(op: str, clause: Mapping[str, Any], content: Mapping[str, Any], sources: str, examples: int) -> bool:
+    """Whether today's attack on a clause came to its end, on these sources, with so many cases or more.
 
     A fault is no result: a time-out, or a library that lacks something, may be the machine's.
     """
     enough = content["runs"][clause["run"]]["profile"]["examples"] >= examples
-    return bool(clause["status"] in _RESULTS and clause["sources"] == sources and enough)
+    ended = clause["status"] in _RESULTS and clause["sources"] == sources
+    return bool(ended and enough and not attack_changed(op, clause))
+
+
+def attack_changed(op: str, clause: Mapping[str, Any]) -> bool:
+    """Whether the attack that a result is of differs from today's; not where the report does not say which it was."""
+    was = clause.get("attack")
+    return was is not None and was != attack_sources(op).get(clause["clause"])
 
 
 def only(content: Mapping[str, Any], ops: Iterable[str]) -> dict[str, Any]:
@@ -245,10 +255,11 @@ def _proved(op: str, clauses: Iterable[Mapping[str, Any]]) -> set[str]:
     return {about[c["clause"]] for c in executed if c["clause"] in about} | {f for c in executed for f in c["features"]}
 
 
-def _clause(outcome: Outcome, waiver: Waiver | None) -> dict[str, Any]:
+def _clause(outcome: Outcome, waiver: Waiver | None, attack: str | None) -> dict[str, Any]:
     told = {k: v for k, v in asdict(outcome).items() if k != "op"}
     told["measures"] = {k: v if isfinite(v) else str(v) for k, v in outcome.measures.items()}  # JSON has no infinity
     told |= {"features": sorted(outcome.features), "seconds": round(outcome.seconds, 1)}
+    told |= {} if attack is None or outcome.status == "not_run" else {"attack": attack}
     if waiver is None or not outcome.failed:
         return told
     about = {"issue": waiver.issue, "expires": waiver.expires.isoformat(), "reason": waiver.reason}

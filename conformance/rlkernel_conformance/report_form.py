@@ -31,7 +31,13 @@ _RESULT: Final = {  # of a clause, in any schema
     "call?": _TEXT,
     "waiver?": {"issue": str, "expires": str, "reason": str},
 }
-_CLAUSE: Final = {**_RESULT, "features": [str], "seconds": float, "run": str, "date": str, "sources": _TEXT}
+_CLAUSE: Final = {
+    **_RESULT,
+    **dict.fromkeys(("run", "date"), str),
+    **dict.fromkeys(("sources", "attack?"), _TEXT),
+    "features": [str],
+    "seconds": float,
+}
 _OPERATOR: Final = {
     **{key: [str] for key in ("implementations", "claims", "unproved_claims", "problems")},
     **dict.fromkeys(("tolerances", "profile"), str),

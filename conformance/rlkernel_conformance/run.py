@@ -165,7 +165,7 @@ def _missing(
 ) -> tuple[list[Attack], list[Outcome]]:
     """The attacks on clauses without a result."""
     clauses = earlier["operators"].get(subject.spec.id, {}).get("clauses", ())
-    there = {c["clause"] for c in clauses if has_result(c, earlier, sources, profile.examples)}
+    there = {c["clause"] for c in clauses if has_result(subject.op, c, earlier, sources, profile.examples)}
     return _parted(due, rest, lambda a: a.clause.id not in there)
 
 

@@ -1,6 +1,6 @@
 """What the committed reports say, as tables that nobody types: operators by backends, and operators by hardware.
 
-What was found with other sources than are there now is marked as older, operator by operator.
+What was found with other sources or attacks than are there now is marked as older, operator by operator.
 
 rlkernel conformance table                      print operators by backends
 rlkernel conformance table docs/conformance.md  write each table between its markers in a file
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rlkernel_conformance.documents import place, providers, read, versions
-from rlkernel_conformance.evidence import older, reports, sources_now
+from rlkernel_conformance.evidence import changed, older, reports, sources_now
 from rlkernel_conformance.hardware import hardware
 from rlkernel_conformance.report import standing
 from rlkernel_core.errors import ConfigError
@@ -118,14 +118,15 @@ def placed(path: Path, made: Callable[[str], str]) -> str:
 def _cells(content: dict[str, Any]) -> dict[str, str]:
     """Operator -> its cell."""
     now = sources_now(content)
-    return {op: _cell(operator, len(older(operator, now.get(op)))) for op, operator in content["operators"].items()}
+    found = content["operators"].items()
+    return {op: _cell(operator, len(older(operator, now.get(op)) | changed(op, operator))) for op, operator in found}
 
 
 def _cell(operator: dict[str, Any], others: int) -> str:
     """A verdict with what it stands for: `holds 25`, or `fails, 24 of 25 hold, 2 claims untried`.
 
-    `holds 33 of 34`: one needs more memory than the device has. `holds 33, older`: all are of other sources than those
-    of now; `holds 33, 2 older`: so many are.
+    `holds 33 of 34`: one needs more memory than the device has. `holds 33, older`: all are of other sources or
+    attacks than those of now; `holds 33, 2 older`: so many are.
     """
     said = standing(operator["verdict"], operator["clauses"])
     results = sum(bool(c["executed"] or c["fault"]) for c in operator["clauses"])

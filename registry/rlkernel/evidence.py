@@ -2,8 +2,8 @@
 
 Asked where a policy says `need = ["conformant"]` or `need = ["exact"]`, with `reports` as the folder of the reports. A
 report counts if it is of the backend, the operator and this kind of device, if its verdict is "holds", and if its
-fingerprint of sources and its library versions are those of now. Reading reports is the suite's work, which is loaded
-when it is asked for.
+fingerprints of sources and attacks and its library versions are those of now. Reading reports is the suite's work,
+which is loaded when it is asked for.
 """
 
 from __future__ import annotations

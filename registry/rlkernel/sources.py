@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from hashlib import sha256
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 DIGITS: Final = 16
 CLONE: Final = Path(__file__).resolve().parents[2]  # where this runs from one; its backends need not be installed
-_SHARED: Final = "rlkernel_"  # what the names of packages begin with that any backend may use
 _TARGET: Final = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
 _FILE: Final = re.compile(r"(?:[\w./-]*/)?([\w-]*\.(?:cu|cuh|h|hip|hpp|cpp|json|toml))")
 _INCLUDE: Final = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
@@ -42,15 +42,29 @@ _UNSAID: Final = ("ctx", "kind", "type_comment")  # fields of a node that change
 Place = tuple[str, str]  # a module and a name in it; no name for all of the module
 
 
-def fingerprint(targets: Iterable[str], elsewhere: frozenset[str] = frozenset()) -> str:
+@dataclass(frozen=True)
+class Scope:
+    """Which definitions count beside those of the targets' own packages, and which of those do not."""
+
+    shared: str = "rlkernel_"  # what the names of further modules begin with that count
+    apart: frozenset[str] = frozenset()  # modules that do not count, whoever names them
+    bare_calls: bool = True  # whether `f(x)` at the top of a module is part of f and of x, which it may change
+    others: frozenset[str] = frozenset()  # operators; of a table with rows of several operators, theirs do not count
+
+
+EVERYTHING: Final = Scope()
+
+
+def fingerprint(targets: Iterable[str], elsewhere: frozenset[str] = frozenset(), scope: Scope = EVERYTHING) -> str:
     """Hash of what some functions reach.
 
     Args:
         targets: "package.module:function".
         elsewhere: targets of other operators. They are not followed, and a definition that names one is a table of
             claims, which is no code of this operator.
+        scope: which definitions count.
     """
-    told = sorted({digest for digest, _ in reached(targets, elsewhere)})
+    told = sorted({digest for digest, _ in reached(targets, elsewhere, scope)})
     return sha256("\n".join(told).encode()).hexdigest()[:DIGITS]
 
 
@@ -79,10 +93,12 @@ def made_of(manifest: Backend, impl: Impl, packages: Mapping[str, str]) -> str:
     return ", ".join((f"sources {_own_fingerprint(manifest, impl)}", *versions))
 
 
-def reached(targets: Iterable[str], elsewhere: frozenset[str] = frozenset()) -> Iterator[tuple[str, str]]:
+def reached(
+    targets: Iterable[str], elsewhere: frozenset[str] = frozenset(), scope: Scope = EVERYTHING
+) -> Iterator[tuple[str, str]]:
     """The definitions and files that some functions reach: a hash of each, and its place, "module:name" or a path."""
     first = [match.groups() for target in targets if (match := _TARGET.fullmatch(target))]
-    modules = _Counted(module.partition(".")[0] for module, _ in first)
+    modules = _Counted((module.partition(".")[0] for module, _ in first), scope)
     due: list[Place] = [(module, name) for module, name in first]
     seen, met = {*due, _CATALOG}, set[int]()
     files: dict[Path, None] = {}
@@ -92,7 +108,9 @@ def reached(targets: Iterable[str], elsewhere: frozenset[str] = frozenset()) -> 
         if module is None:
             continue
         definitions, more = module.found(name)
-        for definition in definitions:
+        for definition in (_without(d, scope.others) for d in definitions):
+            if isinstance(definition.node, ast.Expr) and not scope.bare_calls:
+                continue
             if id(definition) in met:
                 continue
             met.add(id(definition))
@@ -158,6 +176,21 @@ class _Definition:
         return [file for text in self.strings for file in _files(text, self.module.file)]
 
 
+@cache
+def _without(definition: _Definition, names: frozenset[str]) -> _Definition:
+    """A definition; of a table that has rows "name" or "name.more" of two of these names or more, the other rows."""
+    table = getattr(definition.node, "value", None)
+    if not names or not isinstance(table, ast.Dict):
+        return definition
+    of = [str(key.value).partition(".")[0] if isinstance(key, ast.Constant) else "" for key in table.keys]
+    if len(names.intersection(of)) < 2:
+        return definition
+    kept: list[Any] = [row for name, *row in zip(of, table.keys, table.values, strict=True) if name not in names]
+    node: Any = copy(definition.node)
+    node.value = ast.Dict([key for key, _ in kept], [value for _, value in kept])
+    return _Definition(node, definition.module)
+
+
 @dataclass(frozen=True, eq=False)
 class _Module:
     """The definitions of a module, and where the names stand that it imports from packages that count."""
@@ -210,17 +243,20 @@ class _Module:
 
 
 class _Counted(dict[str, _Module | None]):
-    """Modules by name, those of packages whose sources count: the targets' own, and the shared ones."""
+    """Modules by name, those whose sources count: of the targets' own packages, and the shared ones."""
 
-    def __init__(self, own: Iterable[str]) -> None:
+    def __init__(self, own: Iterable[str], scope: Scope) -> None:
         super().__init__()
-        self.homes = {package: _home(package) for package in own}
+        self.own, self.scope, self.homes = frozenset(own), scope, dict[str, Path | None]()
 
     def __missing__(self, name: str) -> _Module | None:
         package, _, rest = name.partition(".")
-        if package not in self.homes:
-            self.homes[package] = _home(package) if package.startswith(_SHARED) else None
-        self[name] = found = _module(name, self.homes[package], rest)
+        found = None
+        if name not in self.scope.apart and (package in self.own or name.startswith(self.scope.shared)):
+            if package not in self.homes:
+                self.homes[package] = _home(package)
+            found = _module(name, self.homes[package], rest)
+        self[name] = found
         return found
 
 
