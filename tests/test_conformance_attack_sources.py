@@ -100,7 +100,7 @@ def around(inner):
     return outer
 
 
-TABLE = Table(lambda subject: around(law), lambda *_: iter(()), law)
+TABLE = Table(lambda subject: [around(law) for _ in subject], lambda *_: iter(()), law)
 
 
 def test_targets_are_the_functions_that_closures_lambdas_and_tables_hold() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache, partial
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, Final
 
 from rlkernel.sources import Scope, fingerprint
@@ -46,11 +46,17 @@ def targets(attack: Attack) -> frozenset[str]:
     return frozenset(found)
 
 
+def _used(code: CodeType) -> set[str]:
+    """Names that code uses, and comprehensions within it, which are code of their own before Python 3.12."""
+    within = (_used(inner) for inner in code.co_consts if isinstance(inner, CodeType))
+    return set(code.co_names).union(*within)
+
+
 def _functions(x: Any) -> Iterator[str]:
     """A function by its name in its module, with the functions that it holds; a lambda by the names that it uses."""
     if isinstance(x, FunctionType):
         name = x.__qualname__.partition(".")[0]
-        names = x.__code__.co_names if name.startswith("<") else (name,)
+        names = _used(x.__code__) if name.startswith("<") else {name}
         yield from (f"{x.__module__}:{used}" for used in names)
         for cell in x.__closure__ or ():
             yield from _functions(cell.cell_contents)

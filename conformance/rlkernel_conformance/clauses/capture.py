@@ -194,11 +194,11 @@ def a_view_holds_the_latest_replay(subject: Subject, case: Rows) -> None:
 
 @attack("GC-11", some_rows("x"), scale=0.5)
 def a_clone_never_changes(subject: Subject, case: Rows) -> None:
-    """Results that are new, that are an input, and that are one tensor twice."""
+    """Results that are new, that are an input, that are one tensor twice, and one that is alone of its dtype."""
 
     def fn(x: Tensor) -> dict[str, Tensor]:
         y = x * 2
-        return {"y": y, "same": x, "again": y, "view": y[0]}
+        return {"y": y, "same": x, "again": y, "view": y[0], "whole": y.long()}
 
     g = subject(fn, (case.x(subject),), outputs="clone", warmup=1)
     x = case.x(subject)

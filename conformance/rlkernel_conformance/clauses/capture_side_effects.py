@@ -277,21 +277,27 @@ def illegal_work_fails_the_capture(subject: Subject, case: Case) -> None:
     require(equal(subject(lawful, (x,), warmup=case.warmup)(x), lawful(x)), "lawful work gives another answer")
 
 
-WRONG: Final = tuple(f"{when}, {what}" for when in ("first", "always", "canary") for what in ("result", "mutated"))
+WHEN: Final = ("first", "always", "canary")
+WRONG: Final = tuple(f"{when}, {what}" for when in WHEN for what in ("result", "mutated", "kept"))
 
 
 @attack("GC-20", cases_of(*WRONG), examples=each(*WRONG), scale=0.5)
 def a_wrong_replay_is_caught(subject: Subject, case: Case) -> None:
-    """A function that returns or writes something else at every run: from its first replay, a later or an update on."""
+    """A function that returns or writes something else at every run: from its first replay, a later or an update on.
+
+    "kept": it returns a tensor that it keeps and writes, undeclared: what a plain run gave is compared as it was then.
+    """
     when, _, what = case.word.partition(", ")
     if what == "mutated" and "mutates" not in subject.claims:
         return
     runs, wrong = [0], [when == "first"]
-    written = torch.zeros((), device=subject.device)
+    written, kept = torch.zeros((), device=subject.device), torch.zeros_like(case.x(subject))
 
     def fn(x: Tensor) -> Tensor:
         runs[0] += 1
         other = runs[0] if wrong[0] else 0
+        if what == "kept":
+            return kept.add_(1) if wrong[0] else kept.copy_(x)
         if what == "mutated":
             written.add_(1 + other)
             return x * 1
@@ -308,7 +314,7 @@ def a_wrong_replay_is_caught(subject: Subject, case: Case) -> None:
     if when == "always":
         require(equal(g(x), x) and equal(g(x), x), "a verified replay gives another answer")
         require(g.stats.verified == 2, f"two verified replays are counted as {g.stats.verified}")
-        require(what == "result" or float(written) == 2, f"two verified replays write {float(written)} times")
+        require(what != "mutated" or float(written) == 2, f"two verified replays write {float(written)} times")
         wrong[0] = True
     before = float(written)
     refused("a replay that differs from a plain run", update if when == "canary" else lambda: g(x))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.clauses import rollout_groups, rollout_refusals
+from rlkernel_conformance.clauses.rollout_refusals import content
 from rlkernel_conformance.clauses.rollout_state_machine import (
     PAGE,
     PAGES,
@@ -27,7 +28,7 @@ from rlkernel_conformance.clauses.rollout_state_machine import (
 )
 from rlkernel_conformance.compare import Violation, require
 from rlkernel_conformance.subject import Subject
-from rlkernel_core.errors import BufferFullError
+from rlkernel_core.errors import ArgumentError, BufferFullError, FileError
 from rlkernel_core.spec.rollouts import STATUS, RolloutBuffer
 
 __all__ = ["rollout_groups", "rollout_refusals"]  # their attacks belong to this operator
@@ -45,6 +46,7 @@ BATCH_DTYPES: Final = {
     "cu_seqlens": torch.int64, "group": torch.int64, "group_ids": torch.int64, "reward": torch.float32,
     "valid": torch.bool, "weight": torch.float32, "status": torch.uint8, "version": torch.int64,
 }  # fmt: skip
+NOWHERE: Final = {"behind the last": 1, "before the first": -1, "far away": 2**40}  # places that one sequence lacks
 LOST: Final = (("reserve", (2, 5), 0), ("append", ((0, 3, True), (1, 3, True))), ("discard", 0), *CYCLE)
 
 
@@ -92,10 +94,24 @@ def no_room(buffer: RolloutBuffer, limits: Any, groups: list[int]) -> bool:
 
 
 @attack(
-    "RB-03", filled("tokens", "seqs", "groups", "limit"), examples=each("tokens", "seqs", "groups", "limit"), scale=0.5
+    "RB-03",
+    filled("tokens", "seqs", "groups", "limit", "longest"),
+    examples=each("tokens", "seqs", "groups", "limit", "longest"),
+    scale=0.5,
 )
 def the_capacity_is_exact(subject: Subject, case: Filled) -> None:
-    """All of it at once, in tokens, in sequences, in groups; then one more."""
+    """All of it at once, in tokens, in sequences, in groups, in tokens of one sequence; then one more."""
+    if case.word == "longest":
+        longest = PAGE + case.number
+        buffer = small(subject, max_seq_tokens=longest)
+        [row] = fill(buffer, subject.device, 0, longest)
+        require(buffer.stats.stored == len(row), f"{buffer.stats.stored} of {len(row)} tokens are stored")
+        try:
+            buffer.reserve(longest + 1, [1])
+        except ArgumentError as error:
+            require(error.argument.startswith("limits"), f"a limit above max_seq_tokens is blamed on {error.argument}")
+            return
+        raise Violation("a limit above max_seq_tokens is taken")
     if case.word == "limit":
         buffer = small(subject)
         slots = buffer.reserve(PAGE * PAGES, [0])
@@ -219,17 +235,22 @@ def dead_rows_change_nothing(subject: Subject, case: Filled) -> None:
 
 @attack(
     "RB-10",
-    filled("limit", "finished", "popped", "reused"),
-    examples=each("limit", "finished", "popped", "reused"),
+    filled("limit", "finished", "popped", "reused", *NOWHERE),
+    examples=each("limit", "finished", "popped", "reused", *NOWHERE),
     scale=0.5,
 )
 def what_cannot_be_stored_is_counted(subject: Subject, case: Filled) -> None:
-    """Beyond the limit, after finish, after pop, and for a place that belongs to another by now."""
+    """Beyond the limit, after finish, after pop, for a place that belongs to another by now, and for none at all."""
     buffer, device, n = small(subject, max_seqs=1), subject.device, case.number
     slots = buffer.reserve(2, [0])
     if case.word == "limit":
         for t in range(2 + n):
             buffer.append(slots, values([t + 1], device))
+        buffer.finish(slots)
+    elif case.word in NOWHERE:
+        places = type(slots)(torch.full_like(slots.ids, NOWHERE[case.word]), slots.stamps)
+        for place, token in ((slots, 1), *[(places, 60)] * n, (slots, 2)):
+            buffer.append(place, values([token], device))
         buffer.finish(slots)
     else:
         buffer.append(slots, values([1], device))
@@ -309,7 +330,10 @@ def fillers_weigh_nothing(subject: Subject, case: Filled) -> None:
 
 @attack("RB-17", programs, examples=(Program((*CYCLE[:4], ("finish", (0,)), ("reserve", (3,), 2))),), scale=0.5)
 def a_loaded_buffer_goes_on(subject: Subject, case: Program) -> None:
-    """Saved half way through a program and loaded into a buffer with other content; the rest then gives the same."""
+    """Saved half way through a program and loaded into a buffer with other content; the rest then gives the same.
+
+    A file that was cut, or that a buffer of another shape saved, is refused first, and changes nothing.
+    """
     machine = Machine(subject, case)
     half = len(case.steps) // 2
     for word, *given in case.steps[:half]:
@@ -321,6 +345,7 @@ def a_loaded_buffer_goes_on(subject: Subject, case: Program) -> None:
         path = str(Path(folder) / "rollouts")
         machine.buffer.save(path)
         places = {n: x.data_ptr() for n, x in other.tensors().items()}
+        _refused_files(subject, other, Path(path))
         other.load(path)
     require({n: x.data_ptr() for n, x in other.tensors().items()} == places, "loading moved the storage")
     require(other.stats == machine.buffer.stats, f"loaded {other.stats}, saved {machine.buffer.stats}")
@@ -329,3 +354,18 @@ def a_loaded_buffer_goes_on(subject: Subject, case: Program) -> None:
         getattr(machine, word)(*given)
         machine.look()
     require(not machine.wrong, f"after loading: {machine.wrong}")
+
+
+def _refused_files(subject: Subject, buffer: RolloutBuffer, path: Path) -> None:
+    """A file without its last byte, and one of another shape, are refused by a buffer that stays as it is."""
+    cut, shaped = path.with_name("cut"), path.with_name("of another shape")
+    cut.write_bytes(path.read_bytes()[:-1])
+    small(subject, max_seqs=SEQS - 1).save(str(shaped))
+    before = content(buffer)
+    for file, refusal in ((cut, FileError), (shaped, ArgumentError)):
+        try:
+            buffer.load(str(file))
+        except refusal:
+            require(content(buffer) == before, f"a refused file, {file.name}, changes the buffer")
+            continue
+        raise Violation(f"a file that is {file.name} is loaded")

@@ -190,6 +190,9 @@ BUGS: Final = {
     "an_input_is_not_cloned": Bug(
         "GC-11", "an output that is an input is handed out as it is", made_of(graph=graphed.HandsOutInputs)
     ),
+    "one_of_a_dtype_is_not_cloned": Bug(
+        "GC-11", "clones are made of tensors that share a dtype", made_of(graph=graphed.ClonesPairs)
+    ),
     "values_are_no_keys": Bug("GC-12", "graph key without the temperature (warp)", reading_keys(without_values)),
     "equal_values_are_one_key": Bug(
         "GC-12", "True, 1 and 1.0 are one key, and so are 0.0 and -0.0", reading_keys(with_equal_values)
@@ -266,6 +269,11 @@ BUGS: Final = {
         "GC-20",
         "mutated tensors compared with themselves: a replay that fills a cache wrongly passes",
         made_of(state=graphed.ComparesWithItself),
+    ),
+    "what_fn_keeps_is_not_verified": Bug(
+        "GC-20",
+        "a plain run's result is not copied: the replay writes what it is compared with",
+        made_of(graph=graphed.ComparesWithWhatFnKeeps),
     ),
     "the_canary_is_not_called": Bug("GC-20", "weight_update ignores its canary", made_of(graphed.NoCanary)),
     "verified_once": Bug("GC-20", "verify='always' looks once", plant.maps(verify={"always": "first"})),

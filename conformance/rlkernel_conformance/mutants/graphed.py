@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import Counter
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_common.graphs.autograd import check_graph, run
+from rlkernel_common.graphs.buffers import cut_outputs
 from rlkernel_common.graphs.eager import EagerRecorder, EagerRecording
 from rlkernel_common.graphs.engine import Graphed
 from rlkernel_common.graphs.graph import Graph
@@ -98,6 +100,31 @@ class ComparesWithItself(DeviceState):
 
     def mutated(self) -> list[Tensor]:
         return list(self._mutated)
+
+
+class ComparesWithWhatFnKeeps(Graph):
+    """What a plain run returns is not copied: where fn keeps it, the replay writes what it is compared with."""
+
+    def plain(self, reading: Any, options: Any) -> Any:
+        outputs = self.program.call([x.clone() for x in self.inputs.tensors])
+        return cut_outputs(outputs, reading, options.buckets)
+
+
+class ClonesPairs(Graph):
+    """An output that is alone of its dtype is handed out as it is."""
+
+    def replaying(self, *call: Any) -> Any:
+        replay = super().replaying(*call)
+
+        def outputs(leaves: Any) -> Any:
+            found, structure = flatten(replay(leaves))
+            kept, _ = flatten(self.recording.outputs)
+            alike = Counter(x.dtype for x in kept if isinstance(x, Tensor))
+            alone = [isinstance(k, Tensor) and alike[k.dtype] == 1 for k in kept]
+            pairs = zip(found, kept, alone, strict=True)
+            return structure.build([k[: len(x)] if one and x.dim() else x for x, k, one in pairs])
+
+        return outputs
 
 
 class HandsOutInputs(Graph):

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
 import torch
 
 from rlkernel_conformance.mutants import plant
+from rlkernel_conformance.mutants import rollout_pages as pages
 from rlkernel_conformance.mutants.bug import Bug, How
-from rlkernel_core.errors import ArgumentError, BufferFullError
+from rlkernel_core.errors import ArgumentError, BufferFullError, FileError
 from rlkernel_core.spec.rollouts import STATUS, BufferStats, GroupRules, Slots
 from rlkernel_torch.rollout.batch import Batch, Staging
 from rlkernel_torch.rollout.pages import Pages
@@ -47,26 +49,10 @@ def without(dropped: dict[str, int], *reasons: str) -> dict[str, int]:
     return {reason: n for reason, n in dropped.items() if reason not in reasons}
 
 
-class PagesInAnotherOrder(Pages):
-    def gather(self, slots: Any, cu_seqlens: Any, into: Any) -> None:
-        super().gather(slots, cu_seqlens, into)
-        for a, b in zip(cu_seqlens.tolist(), cu_seqlens[1:].tolist(), strict=False):
-            if b - a > 4:  # more than one page
-                for x in into.values():
-                    x[a : a + 4] = x[a : a + 4].flip(0).clone()
-
-
-class ZeroDefaults(Pages):
-    def __init__(self, fields: Any, *sizes: Any) -> None:
-        super().__init__(fields, *sizes)
-        self.fields = {n: replace(f, default=None if f.default is None else 0) for n, f in self.fields.items()}
-
-
-class FirstNumbers(Pages):
-    def gather(self, slots: Any, cu_seqlens: Any, into: Any) -> None:
-        super().gather(slots, cu_seqlens, into)
-        for x in into.values():
-            x.copy_(x[:, :1].expand_as(x) if x.dim() > 1 else x)
+class LoadsWhatItCan(PagedRolloutBuffer):
+    def load(self, path: str) -> None:
+        with suppress(FileError):
+            super().load(path)
 
 
 class GroupsComeAgain(PagedRolloutBuffer):
@@ -166,49 +152,10 @@ class NewMemory(Staging):
     batch = Copies
 
 
-class MovingStorage(Pages):
-    def append(self, *args: Any) -> None:
-        super().append(*args)
-        self.tokens["token"] = self.tokens["token"].clone()
-
-
-class KeepsGraphs(Pages):
-    def append(self, *args: Any) -> None:
-        with torch.enable_grad():
-            super().append(*args)
-
-
 class AsksWhoLives(PagedRolloutBuffer):
     def append(self, slots: Slots, values: Any, *, alive: Any = None, **more: Any) -> None:
         if alive is None or bool(alive.any()):
             super().append(slots, values, alive=alive, **more)
-
-
-class StoresTheDead(Pages):
-    def append(self, slots: Slots, values: Any, cu_seqlens: Any, alive: Any) -> None:
-        super().append(slots, values, cu_seqlens, None)
-
-
-class CountsTheDead(Pages):
-    def append(self, slots: Slots, values: Any, cu_seqlens: Any, alive: Any) -> None:
-        super().append(slots, values, cu_seqlens, alive)
-        if alive is not None:
-            self.counts[:2] += (~alive).sum()
-
-
-class WritesOverTheLast(Pages):
-    def append(self, slots: Slots, values: Any, cu_seqlens: Any, alive: Any) -> None:
-        if cu_seqlens is None and len(slots.ids) == 1:
-            at = slots.ids.clamp(0, len(self.stamp) - 1)
-            full = (self.stamp[at] == slots.stamps) & (self.length[at] == self.limit[at])
-            self.length.index_add_(0, at, -full.long())
-        super().append(slots, values, cu_seqlens, alive)
-
-
-class IgnoresStamps(Pages):
-    def append(self, slots: Slots, *rest: Any) -> None:
-        now = self.stamp[slots.ids.clamp(0, len(self.stamp) - 1)]
-        super().append(Slots(slots.ids, torch.where(now >= 0, now, slots.stamps)), *rest)
 
 
 class AnswersWhenReleased(Staging):
@@ -310,9 +257,13 @@ class CutsLimits(PagedRolloutBuffer):
 
 BUGS: Final = {
     # what is kept: order, counts, room, atomic steps, storage
-    "pages_in_another_order": Bug("RB-01", "pages of a sequence taken from a set", made_of(pages=PagesInAnotherOrder)),
-    "defaults_are_zero": Bug("RB-01", "a field that is not given is stored as 0", made_of(pages=ZeroDefaults)),
-    "the_first_number_of_a_field_is_all": Bug("RB-01", "a field is one number a token", made_of(pages=FirstNumbers)),
+    "pages_in_another_order": Bug(
+        "RB-01", "pages of a sequence taken from a set", made_of(pages=pages.PagesInAnotherOrder)
+    ),
+    "defaults_are_zero": Bug("RB-01", "a field that is not given is stored as 0", made_of(pages=pages.ZeroDefaults)),
+    "the_first_number_of_a_field_is_all": Bug(
+        "RB-01", "a field is one number a token", made_of(pages=pages.FirstNumbers)
+    ),
     "discarded_tokens_are_forgotten": Bug(
         "RB-02", "what a discard throws away is not counted", counts(dropped=lambda s: without(s.dropped, "discarded"))
     ),
@@ -327,6 +278,7 @@ BUGS: Final = {
     "groups_are_not_bounded": Bug(
         "RB-03", "max_groups read by nobody (TritonForge: max_buffer_size)", plant.ignores("max_groups")
     ),
+    "sequences_are_not_bounded": Bug("RB-03", "max_seq_tokens read by nobody", plant.ignores("max_seq_tokens")),
     "pages_leak": Bug("RB-04", "pages of popped sequences are not given back", made_of(allocator=LeakingPages)),
     "a_refused_reservation_keeps_a_part": Bug(
         "RB-05", "a reservation that fails keeps what it had taken", made_of(ReservesAPart)
@@ -343,16 +295,21 @@ BUGS: Final = {
     ),
     "longest_first_is_ignored": Bug("RB-06", "the first groups, whatever their length", made_of(AlwaysFirst)),
     "a_batch_is_new_memory": Bug("RB-07", "every batch is new memory", made_of(staging=NewMemory)),
-    "storage_moves": Bug("RB-07", "storage that is made anew when it is written", made_of(pages=MovingStorage)),
-    "graphs_are_kept": Bug("RB-07", "storage that keeps the graphs of appended values", made_of(pages=KeepsGraphs)),
+    "storage_moves": Bug("RB-07", "storage that is made anew when it is written", made_of(pages=pages.MovingStorage)),
+    "graphs_are_kept": Bug(
+        "RB-07", "storage that keeps the graphs of appended values", made_of(pages=pages.KeepsGraphs)
+    ),
     "append_asks_the_host": Bug("RB-08", "append asks the host how many rows live", made_of(AsksWhoLives)),
-    "dead_rows_are_stored": Bug("RB-09", "alive read by nobody", made_of(pages=StoresTheDead)),
-    "dead_rows_are_counted": Bug("RB-09", "dead rows are counted as lost", made_of(pages=CountsTheDead)),
+    "dead_rows_are_stored": Bug("RB-09", "alive read by nobody", made_of(pages=pages.StoresTheDead)),
+    "dead_rows_are_counted": Bug("RB-09", "dead rows are counted as lost", made_of(pages=pages.CountsTheDead)),
     # what is dropped, held back, handed out and saved
     "the_last_token_is_written_over": Bug(
-        "RB-10", "the last token of a full sequence is written over", made_of(pages=WritesOverTheLast)
+        "RB-10", "the last token of a full sequence is written over", made_of(pages=pages.WritesOverTheLast)
     ),
-    "stamps_are_not_looked_at": Bug("RB-10", "a place is known by its number alone", made_of(pages=IgnoresStamps)),
+    "places_go_round": Bug("RB-10", "a place that there is not is taken modulo", made_of(pages=pages.WrapsPlaces)),
+    "stamps_are_not_looked_at": Bug(
+        "RB-10", "a place is known by its number alone", made_of(pages=pages.IgnoresStamps)
+    ),
     "drops_are_not_counted": Bug(
         "RB-10", "what does not fit is dropped without a word", counts(dropped=lambda s: without(s.dropped, *LOST))
     ),
@@ -388,6 +345,7 @@ BUGS: Final = {
         "RB-17", "a file without the sequences that were being written", made_of(ForgetsTheOpen)
     ),
     "counters_are_not_saved": Bug("RB-17", "counters start from nothing after a load", made_of(ForgetsCounters)),
+    "a_cut_file_is_no_news": Bug("RB-17", "a file that cannot be read is passed over", made_of(LoadsWhatItCan)),
     "an_unknown_status_is_stop": Bug("RB-18", "a status that nobody knows is stop", made_of(AnyStatus)),
     "limits_are_cut": Bug("RB-18", "a limit above the capacity is cut to fit", made_of(CutsLimits)),
 }

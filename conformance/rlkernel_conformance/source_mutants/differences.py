@@ -1,8 +1,9 @@
 """A mutant beside the original on the same calls: is there one whose result differs?
 
 Compared are results, the gradients of a drawn upstream gradient, errors, what is written to arguments, and whose memory
-a result is. Numbers count as different beyond the operator's tolerance, everything else by its bits. How much memory a
-call takes, and whether it waits for the device, is not compared.
+a result is; of objects, what each method and attribute gives a clause. Numbers count as different beyond the operator's
+tolerance, everything else by its bits. How much memory a call takes, and whether it waits for the device, is not
+compared.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import _lru_cache_wrapper, partial
 from pathlib import Path
 from random import Random
@@ -28,13 +29,12 @@ from rlkernel.discover import brief, guarded
 from rlkernel_conformance.attack import Attack, Table
 from rlkernel_conformance.clauses.derived_attacks import has_gradients, storage
 from rlkernel_conformance.example_calls import USES, Call
-from rlkernel_conformance.harness import carry_out
 from rlkernel_conformance.leak_check import attacks_with_leak_check
-from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.search import search
 from rlkernel_conformance.source_mutants.drawn_calls import SOURCES, Arguments, varied
 from rlkernel_conformance.source_mutants.plugin_copy import PluginCopy
 from rlkernel_conformance.source_mutants.processes import Send
+from rlkernel_conformance.source_mutants.transcripts import first_difference, transcript_of
 from rlkernel_conformance.source_mutants.trials import executed_lines, subject_of
 from rlkernel_conformance.spaces import space_of
 from rlkernel_conformance.subject import Subject
@@ -61,12 +61,9 @@ class Difference:
     calls: int  # that execute the change
     rounding: bool = False  # some bits of numbers differ, within the tolerance
     found: str = ""  # the call, and what differs
-    compared: bool = True  # False: results of this operator are objects, whose methods only clauses call
 
 
-def search_differences(
-    send: Send, folder: Path, op: str, where: Where, clauses: tuple[str, ...], profile: Profile, calls: int
-) -> None:
+def search_differences(send: Send, folder: Path, op: str, where: Where, clauses: tuple[str, ...], calls: int) -> None:
     """Compare a mutant with the original; says a Difference after each source of calls, the last one is the finding.
 
     Args:
@@ -75,7 +72,6 @@ def search_differences(
         op: the operator.
         where: the change is.
         clauses: those whose calls execute the change.
-        profile: at which they did not find it.
         calls: how many calls to draw; a 25th of it are the cases of each clause.
     """
     with subject_of(PluginCopy(folder), op) as mutant:
@@ -93,42 +89,24 @@ def search_differences(
             if pair.found:
                 return
         if op in USES:
-            _attack_again(send, pair, clauses, profile)
-        else:
-            _calls_of_clauses(send, pair, clauses, math.ceil(calls / 25))
-
-
-def _attack_again(send: Send, pair: _Pair, clauses: tuple[str, ...], profile: Profile) -> None:
-    """What makes objects is attacked with more draws instead; what the original fails too shows nothing."""
-    deeper, attacks, cases = replace(profile, examples=5 * profile.examples), attacks_with_leak_check(pair.mutant.op), 0
-    for clause in clauses:
-        send(clause, None)
-        outcome = carry_out(pair.mutant, attacks[clause], deeper, shrink=False)
-        cases += outcome.executed
-        if not outcome.failed:
-            continue
-        with pair.original.chosen():
-            also = carry_out(pair.original, attacks[clause], deeper, shrink=False)
-        if not also.failed:
-            send("found", Difference(cases, found=f"{clause} with five times the cases: {outcome.message}"))
-            return
-    send("found", Difference(cases, compared=False))
+            pair.calls = 0  # what those calls read of an object is a part of what clauses do
+        _calls_of_clauses(send, pair, clauses, math.ceil(calls / 25))
 
 
 def _calls_of_clauses(send: Send, pair: _Pair, clauses: tuple[str, ...], cases: int) -> None:
     """The calls that clauses make of other draws, each compared whatever the clause looks at; tables first.
 
-    Where few of them execute the change, more are drawn of the clauses whose calls do.
+    Of objects all is compared that they give a clause in a case. Where few calls execute the change, more are drawn of
+    the clauses whose calls do.
     """
     began, attacks = time.process_time(), attacks_with_leak_check(pair.mutant.op)
     due, executing = sorted(clauses, key=lambda c: not isinstance(attacks[c].cases, Table)), Counter[str]()
     for seed in range(_OTHER_DRAWS, _OTHER_DRAWS + _ROUNDS):
         for clause in due:
             before = pair.calls
-            compared = _Compared(pair.mutant.backend, pair.mutant.op, pair=pair, clause=clause)
             send(clause, None)
-            # An attack may not expect what it meets.
-            guarded(partial(_compare_calls, attacks[clause], compared, cases, seed))
+            compare = _compare_objects if pair.mutant.op in USES else _compare_calls
+            guarded(partial(compare, attacks[clause], pair, cases, seed))  # an attack may not expect what it meets
             send("found", pair.difference())
             executing[clause] += pair.calls - before
             late = time.process_time() - began > _LIMIT_S * (1 if pair.calls >= ENOUGH else _LONGER)
@@ -139,19 +117,36 @@ def _calls_of_clauses(send: Send, pair: _Pair, clauses: tuple[str, ...], cases: 
         due = [clause for clause in due if executing[clause]] or due
 
 
-def _compare_calls(attack: Attack, subject: _Compared, cases: int, seed: int) -> None:
+def _compare_calls(attack: Attack, pair: _Pair, cases: int, seed: int) -> None:
+    subject = _Compared(pair.mutant.backend, pair.mutant.op, pair=pair, clause=attack.clause.id)
+
     def body(case: Any) -> None:
         _, error = guarded(lambda: attack.prop(subject, case))
         if isinstance(error, UnsatisfiedAssumption):
             raise error
-        if subject.pair.found:
-            raise RLKernelError(subject.pair.found)
+        if pair.found:
+            raise RLKernelError(pair.found)
 
+    _each_case(body, attack, subject, cases, seed)
+
+
+def _compare_objects(attack: Attack, pair: _Pair, cases: int, seed: int) -> None:
+    def body(case: Any) -> None:
+        pair.compare_objects(attack, case)
+        if pair.found:
+            raise RLKernelError(pair.found)
+
+    _each_case(body, attack, pair.mutant, cases, seed)
+
+
+def _each_case(body: Callable[[Any], None], attack: Attack, subject: Subject, cases: int, seed: int) -> None:
     if isinstance(attack.cases, Table):
         rows = attack.cases.rows(subject)
         for row in Random(seed).sample(rows, k=min(len(rows), 5 * cases)):
             body(row)
     else:
+        for case in attack.examples if seed == _OTHER_DRAWS else ():
+            body(case)
         examples = max(1, round(cases * attack.scale))
         search(body, attack.cases(subject), examples=examples, shrink=False, seed=seed)
 
@@ -214,19 +209,36 @@ class _Pair:
         """Make a call of both."""
         may_want = has_gradients(self.original) or space_of(self.original.op).constants
         wanted = gradients and may_want and torch.is_grad_enabled()
-        path, lines = self.where
         self._forget_results()
-        with executed_lines(path.parent) as executed:
+        with executed_lines(self.where[0].parent) as executed:
             a = _Made.of(self.original, given, wanted)
         self.made += 1
-        ran = executed.get(path.name, set())
-        if (not ran if self._at_import else ran.isdisjoint(lines)) and not _on_ranks(given):
+        if not self._ran(executed) and not _on_ranks(given):
             return
         self.calls += 1
         b = _Made.of(self.mutant, given, wanted)
         text = self._differs(a, b)
         if text:
             self.found = f"{said}, {_told(given)}: {text}"
+
+    def compare_objects(self, attack: Attack, case: Any) -> None:
+        """Use the objects of both as a clause does in a case; what the original gives otherwise twice shows nothing."""
+        self._forget_results()
+        with executed_lines(self.where[0].parent) as executed:
+            was = transcript_of(self.original, attack, case)
+        self.made += 1
+        if was is None or not self._ran(executed):
+            return
+        self.calls += 1
+        now = transcript_of(self.mutant, attack, case)
+        text = first_difference(was, now or [], self._unequal)
+        if text and not first_difference(was, transcript_of(self.original, attack, case) or [], self._unequal):
+            self.found = f"a case of {attack.clause.id}, {case!r}: {text}"[:600]
+
+    def _ran(self, executed: Mapping[str, set[int]]) -> bool:
+        """Whether lines of the change ran; of one outside of functions, whether any of its file did."""
+        ran = executed.get(self.where[0].name, set())
+        return bool(ran) if self._at_import else not ran.isdisjoint(self.where[1])
 
     def _differs(self, a: _Made, b: _Made) -> str:
         if a.error != b.error:

@@ -218,7 +218,7 @@ def attacked(
     def compared() -> Iterator[Trial]:
         for i in survivors:
             one = todo[i]
-            args = (folder / f"mutant-{i}", one.op, one.site.where, one.order(kills), profile, calls)
+            args = (folder / f"mutant-{i}", one.op, one.site.where, one.order(kills), calls)
             yield Trial(str(i), differences.search_differences, args, limit_s=120.0)
 
     for trial, answer in carried_out(due(), jobs):
@@ -257,9 +257,6 @@ def _told_apart(one: Drawn, answer: Answer) -> SourceMutant:
         return one.result("survived", why=last.found)
     if answer.ended != "done":
         return one.result("survived", why=f"the comparison ended in {answer.step}: {answer.ended}")
-    if not last.compared:
-        text = f"no failure in {last.calls} further cases; what this operator makes is not compared call by call"
-        return one.result("survived", why=text)
     what = "rounding alone differs" if last.rounding else "no difference"
     if last.calls < differences.ENOUGH:
         return one.result("survived", why=f"{what} in {last.calls} calls that execute it, too few to rule it out")
