@@ -236,7 +236,10 @@ COUNTED: Final = ("state", "graphs", "captures", "replays", "eager_calls", "reca
     ),
 )
 def counts_are_exact(subject: Subject, case: Program) -> None:
-    """Beside the reference, which runs the same program; nothing is evicted, for that is each one's own affair."""
+    """Beside the reference, which runs the same program; nothing is evicted, for that is each one's own affair.
+
+    The reference does not warm up: each capture is after one plain run, as a machine's `warmup` says.
+    """
     began = time.perf_counter_ns()
     machine, model = Machine(subject, case), _Modelled(subject, case)
     for at, (word, *given) in enumerate(case.steps):
@@ -247,6 +250,8 @@ def counts_are_exact(subject: Subject, case: Program) -> None:
         for name in names:
             a, b = getattr(have, name), getattr(want, name)
             require(a == b, f"{name} is {a} after step {at} of {case.steps}, expected {b}")
+        warm = have.warmup_calls, have.captures * machine.options["warmup"]
+        require(warm[0] == warm[1], f"warmup_calls is {warm[0]} after step {at} of {case.steps}, expected {warm[1]}")
         told = f"step {at} of {case.steps} says {machine.said!r}, expected {model.said!r}"
         require(machine.said == model.said, told)
     stats, passed = machine.captured.stats, time.perf_counter_ns() - began

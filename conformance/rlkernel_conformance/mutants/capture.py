@@ -248,6 +248,7 @@ BUGS: Final = {
     "recaptures_are_not_counted": Bug(
         "GC-18", "recaptures are not told from captures", counts(recaptures=lambda s: {})
     ),
+    "warm_ups_are_not_counted": Bug("GC-18", "warmup_calls counts recordings alone", counts(warmup_calls=lambda s: 0)),
     "padding_is_not_counted": Bug(
         "GC-18", "replays of a padded call are counted by rows", counts(pad_rows=lambda s: 0)
     ),
