@@ -118,7 +118,7 @@ def command(
         float | None, typer.Option(min=1, help="run: seconds for all of it; clauses left then are reported as not run.")
     ] = None,
     missing: Annotated[
-        bool, typer.Option("--missing", help="run: only what the report in --report lacks, or has of other sources.")
+        bool, typer.Option("--missing", help="run: only what --report lacks, or has of older sources or attacks.")
     ] = False,
     arch: Annotated[str, typer.Option(help="orders: architectures with commas, such as sm90,gfx942.")] = "sm90",
     size: Annotated[
