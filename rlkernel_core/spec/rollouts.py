@@ -224,7 +224,8 @@ class RolloutBuffer(Protocol):
             version: newest policy version.
             order: "fifo" or "longest_first".
             weighting: "one", or "group": each valid row weighs members / valid members of its group.
-            rows_multiple_of: add empty rows of weight 0, so that data-parallel ranks get equal counts.
+            rows_multiple_of: add empty rows of weight 0, so that data-parallel ranks get equal counts; at most
+                `max_seqs`.
 
         Raises:
             BufferFullError: the previous batch was not released, or the batch is larger than its storage.

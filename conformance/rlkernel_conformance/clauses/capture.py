@@ -88,9 +88,19 @@ def inputs_are_read_anew(subject: Subject, case: Program) -> None:
     Machine(subject, replace(case, steps=steps)).run("result")
 
 
+def _total(x: Tensor, **sizes: Tensor) -> dict[str, Tensor]:
+    """The sum of the first rows, as many as the keyword says, and that number."""
+    [rows] = sizes.values() or [torch.tensor(len(x), device=x.device)]
+    alive = torch.arange(len(x), device=x.device) < rows
+    return {"total": torch.where(alive[:, None], x, 0).sum(0), "rows": rows + 0}
+
+
 @attack("GC-03", some_rows("nan", "inf", "-inf", "3e38"))
 def padding_stays_where_it_is(subject: Subject, case: Rows) -> None:
-    """A function of single rows, with pad values that poison whatever they reach; results that no bucket can cut."""
+    """A function of single rows, with pad values that poison whatever they reach; results that no bucket can cut.
+
+    And a function that masks: it gets the true size under any keyword that it takes, in a graph and without one.
+    """
 
     def largest(x: Tensor) -> Tensor:
         return x / x.amax(-1, keepdim=True)
@@ -100,6 +110,11 @@ def padding_stays_where_it_is(subject: Subject, case: Rows) -> None:
     g = subject(largest, (torch.ones_like(x[:1]),), buckets=(bucket,), pad={"x": poison}, warmup=1)
     want, have = largest(x), g(x)
     require(equal(have, want), f"{case.n} rows padded with {poison} give {have.tolist()}, alone {want.tolist()}")
+    for sizes in (SIZES, (1,)):
+        masked = Bucket({"x": 0}, sizes, out=None, valid="rows", over="eager")
+        total = subject(_total, (torch.ones_like(x[:1]),), buckets=(masked,), pad={"x": poison}, warmup=1)(x)
+        true = {"total": x.sum(0), "rows": torch.tensor(case.n, device=x.device)}
+        require(equal(total, true), f"{case.n} rows padded with {poison} are told apart as {total}, expected {true}")
     for out in (1, 2, -3, {"nobody": 0}):
         uncut = (Bucket({"x": 0}, SIZES, out=out),)
         refused(f"a bucket with out={out}", lambda uncut=uncut: subject(largest, (x,), buckets=uncut, warmup=0)(x))

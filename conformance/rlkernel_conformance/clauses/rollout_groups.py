@@ -54,6 +54,7 @@ GOOD: Final = (("stop", 0.0, 4), ("length", 1.0, 4))
         Judged(GOOD, GroupRules(complete=False), open=1),
         Judged(GOOD, GroupRules(min_valid=3)),
         Judged((("stop", 1.0, 2), ("stop", 0.0, 4)), GroupRules(max_age=1)),
+        Judged((("stop", 1.0, 4), ("stop", 0.0, 4)), GroupRules(max_age=1), version=6),
         Judged((("stop", 1.0, 4), ("stop", 1.0, 4)), GroupRules(distinct_rewards=True)),
         Judged((("stop", 1.0, 4), ("abort", 0.0, 4)), GroupRules(distinct_rewards=True)),
         Judged(GOOD, GroupRules(), size=2),
@@ -67,11 +68,12 @@ def a_rule_holds_a_group_back(subject: Subject, case: Judged) -> None:
     if case.size is not None and "group_size" not in subject.claims:
         return
     size = {} if case.size is None else {"group_size": case.size}
-    buffer = small(subject, max_tokens=PAGE * 20, max_seqs=20, **size)
-    for status, reward, version in case.members:
-        fill(buffer, subject.device, 5, 2, status=status, reward=[reward], version=version)
-    if case.open:
-        buffer.reserve(2, [5], version=case.version)
+    buffer, popped = (small(subject, max_tokens=PAGE * 20, max_seqs=20, **size) for _ in range(2))
+    for one in (buffer, popped):
+        for status, reward, version in case.members:
+            fill(one, subject.device, 5, 2, status=status, reward=[reward], version=version)
+        if case.open:
+            one.reserve(2, [5], version=4)
     ready = _is_ready(case)
     (state,) = buffer.groups(case.rules, version=case.version)
     require(state.ready == ready, f"{case.members} under {case.rules} is {state.reason}, ready should be {ready}")
@@ -83,7 +85,7 @@ def a_rule_holds_a_group_back(subject: Subject, case: Judged) -> None:
     too_old = case.rules.max_age is not None and case.version - oldest > case.rules.max_age
     hopeless = too_old or (not ready and not case.open and not _lacks_members(case))
     require(pruned == hopeless, f"{pruned} groups are pruned, expected {int(hopeless)}")
-    batch = buffer.pop(groups=1, rules=case.rules, version=case.version)
+    batch = popped.pop(groups=1, rules=case.rules, version=case.version)
     require((batch is not None) == ready, f"pop gives {'a batch' if batch else 'nothing'}, ready is {ready}")
 
 

@@ -240,6 +240,11 @@ CALLS: Final[Mapping[str, tuple[str, Refusal]]] = {
     "order": ("order", lambda b, s, d: b.pop(groups=1, order="newest")),
     "weighting": ("weighting", lambda b, s, d: b.pop(groups=1, weighting="all")),
     "rows_multiple_of": ("rows_multiple_of", lambda b, s, d: b.pop(groups=1, rows_multiple_of=0)),
+    "more rows than sequences": ("rows_multiple_of", lambda b, s, d: b.pop(groups=1, rows_multiple_of=SEQS + 1)),
+    "rules": ("rules", lambda b, s, d: b.groups("complete")),
+    "rules of a batch": ("rules", lambda b, s, d: b.pop(groups=1, rules="complete")),
+    "version": ("version", lambda b, s, d: b.groups(version=-1)),
+    "version to prune by": ("version", lambda b, s, d: b.prune(version=0.5)),
 }
 
 

@@ -6,6 +6,7 @@ Many are a method of plain torch's graphed callable, or of one of its parts, tha
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
@@ -17,6 +18,7 @@ from rlkernel_common.graphs.engine import Graphed
 from rlkernel_common.graphs.key import Key, Reader, ValueKey
 from rlkernel_conformance.mutants import graphed, graphed_inputs, plant
 from rlkernel_conformance.mutants.bug import Bug, How
+from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.capture import CaptureCall
 from rlkernel_core.spec.graphed import CaptureStats
 from rlkernel_torch.capture import capture
@@ -102,6 +104,13 @@ def reading_keys(change: Callable[[Key], tuple[Any, ...]]) -> How:
     return made_of(reader=OtherKeys)
 
 
+def refuses_keywords(right: Callable[[CaptureCall], Any], call: CaptureCall) -> Any:
+    for bucket in call.buckets or ():
+        if bucket.valid and bucket.valid not in inspect.signature(call.fn).parameters:
+            raise ArgumentError("buckets", bucket.valid, "is no keyword of fn", "Name a parameter.")
+    return right(call)
+
+
 def without_values(key: Key) -> tuple[Any, ...]:
     return key[0], tuple(None if isinstance(k, ValueKey) else k for k in key[1]), *key[2:]
 
@@ -145,6 +154,8 @@ BUGS: Final = {
         ),
     ),
     "strides_are_not_looked_at": Bug("GC-02", "rows copied as if they were dense", made_of(graphed.ReadsDense)),
+    "sizes_are_int32": Bug("GC-03", "Bucket.valid in a narrow dtype", made_of(inputs=graphed_inputs.NarrowSizes)),
+    "sizes_need_a_named_parameter": Bug("GC-03", "no Bucket.valid for a function of **keywords", refuses_keywords),
     "padding_is_in_the_scale": Bug(
         "GC-03", "a scale taken over all rows of the bucket", plant.given(fn=scaled_by_all_rows)
     ),

@@ -50,6 +50,14 @@ class PaddedSizes(StaticInputs):
         return fill
 
 
+class NarrowSizes(StaticInputs):
+    """The function gets the true size as int32."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._valid = [x.int() for x in self._valid]
+
+
 class KeepsHistory(StaticInputs):
     """Inputs are copied with gradients on: the buffers keep the history of every call."""
 

@@ -248,6 +248,22 @@ class AnyStatus(PagedRolloutBuffer):
         super().finish(slots, reward, status=status if known else "stop")
 
 
+class ForgetsVersions(PagedRolloutBuffer):
+    def pop(self, *, version: Any = None, **how: Any) -> Any:
+        return super().pop(**how)
+
+
+class AnyRules(PagedRolloutBuffer):
+    def groups(self, rules: Any = None, *, version: Any = None) -> Any:
+        return super().groups(rules if isinstance(rules, GroupRules) else None, version=version)
+
+
+class AnyMultiple(PagedRolloutBuffer):
+    def pop(self, *, rows_multiple_of: Any = 1, **how: Any) -> Any:
+        most = self._shape["max_seqs"]
+        return super().pop(rows_multiple_of=min(rows_multiple_of, most), **how)
+
+
 class CutsLimits(PagedRolloutBuffer):
     def reserve(self, limits: Any, groups: Any, **more: Any) -> Slots:
         most = self._shape["max_tokens"]
@@ -328,6 +344,7 @@ BUGS: Final = {
     "constant_groups_pass": Bug(
         "RB-14", "rewards of invalid members count as distinct", judging(lambda r: replace(r, distinct_rewards=False))
     ),
+    "a_batch_is_of_any_age": Bug("RB-14", "pop does not hand on the newest version", made_of(ForgetsVersions)),
     "groups_of_any_size_are_whole": Bug(
         "RB-14",
         "group_size read by nobody: the first members of a group go without the others",
@@ -347,5 +364,7 @@ BUGS: Final = {
     "counters_are_not_saved": Bug("RB-17", "counters start from nothing after a load", made_of(ForgetsCounters)),
     "a_cut_file_is_no_news": Bug("RB-17", "a file that cannot be read is passed over", made_of(LoadsWhatItCan)),
     "an_unknown_status_is_stop": Bug("RB-18", "a status that nobody knows is stop", made_of(AnyStatus)),
+    "unknown_rules_are_none": Bug("RB-18", "rules that are none hold nothing back", made_of(AnyRules)),
+    "rows_are_not_bounded": Bug("RB-18", "rows up to any multiple", made_of(AnyMultiple)),
     "limits_are_cut": Bug("RB-18", "a limit above the capacity is cut to fit", made_of(CutsLimits)),
 }

@@ -230,10 +230,11 @@ class _Pair:
         if was is None or not self._ran(executed):
             return
         self.calls += 1
-        now = transcript_of(self.mutant, attack, case)
+        now, rounding = transcript_of(self.mutant, attack, case), self.rounding
         text = first_difference(was, now or [], self._unequal)
         if text and not first_difference(was, transcript_of(self.original, attack, case) or [], self._unequal):
             self.found = f"a case of {attack.clause.id}, {case!r}: {text}"[:600]
+        self.rounding = rounding if text and not self.found else self.rounding
 
     def _ran(self, executed: Mapping[str, set[int]]) -> bool:
         """Whether lines of the change ran; of one outside of functions, whether any of its file did."""

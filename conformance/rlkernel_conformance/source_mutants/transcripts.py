@@ -26,6 +26,7 @@ from rlkernel_core.tree import flatten
 Told = list[tuple[str, Any]]  # what gave something, and what it gave
 _PLAIN: Final = (Tensor, str, int, float, bool, bytes, type(None))
 _TIMES: Final = ("capture_ms", "guard_ns")  # leaves of statistics that differ from run to run
+_WORDS: Final = ("last_error", "explain()")  # told for people: the first word, "replay" or "refused", is compared alone
 _STORAGE: Final = ".tensors()"  # of which shapes and dtypes are told: values are told where they come out
 _HELD: Final = 400  # results that are looked at again at the end
 
@@ -42,7 +43,7 @@ class Transcript:
         leaves, structure = flatten(value)
         for leaf_name, leaf in zip(structure.names(name), leaves, strict=True):
             if leaf_name.rpartition(".")[2] not in _TIMES:
-                self.told.append((leaf_name, self._leaf(name, leaf)))
+                self.told.append((leaf_name, self._leaf(leaf_name, leaf)))
 
     def hold(self, name: str, value: Any) -> None:
         """Note a result, now and at the end: what is handed out may change later."""
@@ -59,6 +60,8 @@ class Transcript:
     def _leaf(self, name: str, leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return str((leaf.shape, leaf.dtype)) if _STORAGE in name else leaf.detach().clone()
+        if isinstance(leaf, str) and any(word in name for word in _WORDS):
+            return leaf.split(maxsplit=1)[0].rstrip(":")
         return leaf if isinstance(leaf, _PLAIN) else type(leaf).__name__
 
 
