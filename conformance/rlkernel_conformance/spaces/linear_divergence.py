@@ -107,6 +107,6 @@ SPACE = Space(
         **divergence.OPTIONS,
     },
     RULES,
-    lambda _: [*({"V": V, "rows": (2,)} for V in REAL[::3]), {"D": 4096, "rows": (2,)}],
+    lambda _: [*({"V": V, "rows": (2,)} for V in REAL[::3]), {"D": 4096, "rows": (2,)}, {"V": 33_000, "rows": (72,)}],
     masking={"rows": ((0,),), "mask": ("none",), "V": (1,)},
 )
