@@ -48,6 +48,15 @@ def test_a_run_of_one_operator_leaves_the_others_as_they_were() -> None:
     assert (whole["verdict"], whole["summary"]["held"], whole["summary"]["violated"]) == ("fails", 3, 1)
 
 
+def test_what_another_report_still_held_from_an_earlier_day_replaces_no_later_result() -> None:
+    found = report({}, {})
+    earlier = report({"status": "violated", "fault": "nan"}, {}, sources={"whiten": OTHER})
+    for clause in earlier["operators"]["whiten@1"]["clauses"]:
+        clause["date"] = "2026-01-01"
+    assert clauses(reports.merged(found, earlier)) == [("held", now())] * 2
+    assert clauses(reports.merged(earlier, found)) == [("held", now())] * 2
+
+
 def test_a_run_replaces_what_it_ran() -> None:
     old = report({"status": "violated", "fault": "nan"}, {}, sources={"whiten": OTHER})
     whole = reports.merged(old, report({}, {}))

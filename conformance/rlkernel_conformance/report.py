@@ -131,7 +131,8 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """A report with what a new one found in the place of what was known; the rest stays as it was.
 
     Of an operator of the new report, a clause that was not run keeps its older result where that is of the same sources
-    or where nobody asked for it; it is reported as not run where its turn did not come.
+    or where nobody asked for it; it is reported as not run where its turn did not come. A result of a later day stays:
+    the new report may hold, besides what its run found, what was known before it.
 
     Raises:
         ConfigError: they are of different backends or kinds of devices.
@@ -190,6 +191,8 @@ def architectures(content: Mapping[str, Any]) -> list[str]:
 
 
 def _newer(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> Mapping[str, Any]:
+    if old is not None and old["date"] > new["date"]:
+        return old
     if old is None or new["status"] != "not_run" or old["status"] not in {*_FOUND, "not_claimed"}:
         return new
     asked = new["message"] != NOT_ASKED
