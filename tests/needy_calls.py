@@ -22,7 +22,16 @@ Call = dict[str, Any]
 
 # No call needs these: a policy asks for them (`need = ["deterministic"]`), `grad` the caller's tensors, and `pause` is
 # about a method of what capture returns.
-BY_POLICY = {"grad", "deterministic", "batch_invariant", "rank_invariant", "capturable", "pause", "noise:philox4x32-10"}
+BY_POLICY = {
+    "grad",
+    "deterministic",
+    "batch_invariant",
+    "rank_invariant",
+    "capturable",
+    "pause",
+    "noise:philox4x32-10",
+    "trainer_bits",
+}
 PER_ROW = torch.linspace(0.5, 2.0, N)
 GROUP_IDS = torch.tensor([7, 7, 3, 3, 3, 7])
 

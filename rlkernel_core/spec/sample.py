@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.form import Feature, OpCall, OpSpec
-from rlkernel_core.spec.sample_clauses import CLAUSES, FEATURES, TOLERANCES
+from rlkernel_core.spec.sample_clauses import CLAUSES, FEATURES, TOLERANCES, TRAINER_BITS
 from rlkernel_core.spec.sampling import (
     LAWS,
     LogitBias,
@@ -149,7 +149,7 @@ SPEC = OpSpec(
     check=check,
     sizes=_sizes,
     needed=needed,
-    features=(*FEATURES, Feature("bias", "values added to some logits")),
+    features=(*FEATURES, Feature("bias", "values added to some logits"), TRAINER_BITS),
     clauses=CLAUSES,
     tolerances=TOLERANCES,
 )

@@ -14,6 +14,11 @@ PHILOX: Final = Feature(
     "noise is the contract's function of (seed, step, id): a request draws the same token on every backend that claims "
     "it, wherever its row stands",
 )
+TRAINER_BITS: Final = Feature(
+    "trainer_bits",
+    "logprob + log_kept_mass has the bits of this backend's logprob@1 of the same logits, token and temperature, and "
+    "raw_logprob those at temperature 1, wherever these are finite",
+)
 FEATURES: Final = (
     DETERMINISTIC,
     BATCH_INVARIANT,
@@ -136,4 +141,12 @@ CLAUSES: Final = (
         "refusal",
     ),
     Clause("SA-39", *REPEATS),
+    Clause(
+        "SA-40",
+        "one law",
+        "logprob + log_kept_mass is bit for bit what this backend's logprob@1 says of the token at the temperature, "
+        "raw_logprob what it says at temperature 1; both shares are <= 0",
+        "invariance",
+        TRAINER_BITS.name,
+    ),
 )

@@ -1,7 +1,8 @@
 """sample@1 in plain torch: edits, total order, filters, Gumbel noise per token, one argmax.
 
 Vectorized over rows, without a host synchronization or a shape that depends on data. Sums, exponents and noise are
-float64 for every dtype; edits round to fp32 as the contract says.
+float64 for every dtype; edits round to fp32 as the contract says. What a trainer computes of the token that knows
+nothing of the filters is added as `logprob` adds it, and the two numbers of the draw are those whose sum has its bits.
 
 Legend: N rows · V vocabulary · W stored columns.
 """
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from rlkernel_common.philox import gumbel, range_words
 from rlkernel_common.requests import Requests, decode, edit
-from rlkernel_common.row_statistics import accumulator
+from rlkernel_common.row_statistics import accumulator, join, partial_softmax, softmax_stats, tile_width
+from rlkernel_common.shares import with_sum
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_core.spec.sampling import SampleResult
 from rlkernel_torch.draws import Draw, drawn_from
@@ -52,9 +54,20 @@ def sample(call: SampleCall, best: Best = best_noised) -> SampleResult:
     edited = edit(given, 0, requests, bias=call.bias, allowed=call.allowed, banned=call.banned)
     law = truncate(edited.x, requests, filter_order=call.filter_order, tie=call.tie)
     drawn = drawn_from(law, edited, requests, draw(law, requests, call.stream, best))
-    extra: dict[str, Tensor] = {}
+    result = drawn.result(call.invalid_token, kept_capacity)
+    exact = ~(drawn.none | drawn.padding | requests.greedy)
+    whole = tempered(edited.x, drawn.token, requests.temperature)
+    shares = with_sum(result.logprob, result.log_kept_mass, whole)
+    exact &= whole > -torch.inf
+    extra: dict[str, Tensor] = {
+        "logprob": torch.where(exact, shares[0], result.logprob),
+        "log_kept_mass": torch.where(exact, shares[1], result.log_kept_mass),
+    }
     if call.raw_logprob:
-        extra["raw_logprob"] = drawn.rows(raw_law(given).logprob(drawn.token), torch.nan)
+        x = torch.where(given.isnan(), -torch.inf, given)
+        raw = tempered(x, drawn.token, torch.ones_like(requests.temperature))
+        raw = torch.where(raw > -torch.inf, raw, raw_law(given).logprob(drawn.token).to(raw.dtype))
+        extra["raw_logprob"] = drawn.rows(raw, torch.nan)
     if call.entropy:
         extra["entropy"] = drawn.rows(law.entropy(), torch.nan)
     if kept_capacity:
@@ -68,7 +81,15 @@ def sample(call: SampleCall, best: Best = best_noised) -> SampleResult:
         if top_n:
             without = drawn.padding if call.top_n_from == "raw" else drawn.padding | drawn.none
             extra["top_ids"], extra["top_logprobs"] = _top(ranked, without, top_n, drawn.threshold.dtype)
-    return replace(drawn.result(call.invalid_token, kept_capacity), **extra)
+    return replace(result, **extra)
+
+
+def tempered(x: Tensor, ids: Tensor, T: Tensor) -> Tensor:
+    """[N] log-probabilities of one id a row under softmax(x / T), of x [N, V] without NaN: the bits of `logprob`.
+
+    NaN or -inf where it has none: beside +inf, and where a row has no token.
+    """
+    return softmax_stats(join(partial_softmax(x, ids, T, tile_width(x.shape[1]), None, moment=False), T), T).logprob
 
 
 def raw_law(given: Tensor) -> FilteredSoftmax:

@@ -81,7 +81,10 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         prepared=True,
         gradient="rlkernel_triton.linear_divergence.launch:LinearDivergencePair",
     ),
-    "sample": Claim("rlkernel_triton.sample.launch:prepare", prepared=True, sums="g64/tree/f32"),
+    # Its sums are added in another order than those of logprob.
+    "sample": Claim(
+        "rlkernel_triton.sample.launch:prepare", without=frozenset({"trainer_bits"}), prepared=True, sums="g64/tree/f32"
+    ),
     "lm_head_sample": Claim("rlkernel_triton.lm_head_sample.launch:prepare", prepared=True, sums="mma16/g64/tree/f32"),
     "verify": Claim("rlkernel_triton.verify.launch:prepare", prepared=True),
     # Captured Triton kernels have been reported to fault on gfx11 and gfx12.

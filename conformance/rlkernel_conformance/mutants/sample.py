@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from rlkernel_common import philox
+from rlkernel_common.row_statistics import Sums, join, partial_softmax, softmax_stats
+from rlkernel_common.shares import with_sum
 from rlkernel_conformance.mutants import plant
 from rlkernel_conformance.mutants.bug import Bug, How, Run
 from rlkernel_core.spec.sample import SampleCall
@@ -48,6 +50,27 @@ def without_filters(call: Any) -> Any:
 def with_status(out: Any, status: Status) -> Tensor:
     """[N] bool: rows whose status has this bit."""
     return (out.status & status.value) != 0
+
+
+def summed(width: int, *, start: int = 0) -> How:
+    """The two shares by sums over tiles of a width, merged from one of them on, those before it last."""
+
+    def run(right: Run, call: SampleCall) -> SampleResult:
+        out, x = right(call), call.logits.float()
+        if call.vocab_size is not None or call.slot is not None or not call.logits.isfinite().all():
+            return out
+        T = torch.as_tensor(call.temperature, dtype=x.dtype, device=x.device).expand(x.shape[0])
+        part = partial_softmax(x, out.token, T, width, None, moment=False)
+        sums = Sums(part.rest.top.roll(-start, -1), part.rest.total.roll(-start, -1), None)
+        whole = softmax_stats(join(part._replace(rest=sums), T), T).logprob.to(out.logprob.dtype)
+        shares = with_sum(out.logprob, out.log_kept_mass, whole)
+        sound = out.logprob.isfinite() & (T > 0) & whole.isfinite()
+        logprob, mass = (
+            torch.where(sound, a, b) for a, b in zip(shares, (out.logprob, out.log_kept_mass), strict=True)
+        )
+        return replace(out, logprob=logprob, log_kept_mass=mass)
+
+    return run
 
 
 def draws_before_it_filters(right: Run, call: SampleCall) -> SampleResult:
@@ -355,6 +378,15 @@ BUGS: Final = {
         "SA-38", "one seed for a batch is spread over it: all rows draw alike", with_a_shared_seed
     ),
     "anonymous_errors": plant.anonymous_errors("SA-38"),
+    "sums_in_tiles_of_another_width": Bug("SA-40", "log p by sums over tiles of 512, logprob's have 1024", summed(512)),
+    "tiles_merged_from_the_second_on": Bug(
+        "SA-40", "the same tiles, merged with the first one last", summed(1024, start=1)
+    ),
+    "shares_rounded_each_by_itself": Bug(
+        "SA-40",
+        "log p and kept mass each right up to a rounding, and their sum off by one",
+        plant.returns(logprob=lambda c, o: torch.nextafter(o.logprob, o.logprob.new_full((), -1.0))),
+    ),
     "min_p_ignored_beside_penalties": Bug(
         "SA-97",
         "min-p ignored where rows are edited first",

@@ -151,6 +151,25 @@ def best_of(subject: Subject, case: Draws, source: str) -> None:
         require(int(rank[i]) == place, f"row {i}: token {token} has rank {rank[i]}, not {place}")
 
 
+@attack("SA-40", lambda s: plain_draws(s, V=2500, N=24, kinds="normal"), scale=SCALE)
+def a_draw_states_what_the_trainer_computes(subject: Subject, case: Draws) -> None:
+    """Under every law, a tensor or number of temperatures: the bits of logprob, of the same backend and logits."""
+    batch = case.batch(subject)
+    out = call(subject, batch, **({"raw_logprob": True} if "raw_logprob" in subject.claims else {}))
+    hot = torch.tensor([row.temperature > 0 for row in batch.rows]) & (out.status.cpu() & ~Status.FALLBACK == 0)
+    at, logits = hot.nonzero()[:, 0].to(subject.device), batch.logits.to(subject.device)
+    logits, token = logits[at].contiguous(), out.token[at]
+    kind = torch.float64 if case.dtype == "float64" else torch.float32
+    T = torch.tensor([row.temperature for row in batch.rows], dtype=kind, device=subject.device)[at]
+    trainer = Subject(subject.backend, "logprob", subject.device)
+    want = trainer(logits, token, temperature=T).logprob
+    same_bits("logprob + log_kept_mass", out.logprob[at] + out.log_kept_mass[at], want, "beside logprob's number")
+    below = (out.logprob[at] <= 0) & (out.log_kept_mass[at] <= 0)
+    require(bool(below.all()), "a log-probability or the log of a kept mass is above 0")
+    if out.raw_logprob is not None:
+        same_bits("raw_logprob", out.raw_logprob[at], trainer(logits, token).logprob, "beside logprob's at T = 1")
+
+
 @attack("SA-26", draws, scale=SCALE)
 def the_best_under_the_raw_law_come_first(subject: Subject, case: Draws) -> None:
     """By logit descending and id ascending, before any edit."""
