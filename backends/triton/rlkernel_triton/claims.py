@@ -60,7 +60,7 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         "rlkernel_triton.logprob.launch:prepare",
         prepared=True,
         gradient="rlkernel_triton.logprob.launch:LogprobPair",
-        sums="tiles/tree/f32",
+        sums="g64/s8/tree/f32",
     ),
     "linear_logprob": Claim(
         "rlkernel_triton.linear_logprob.launch:prepare",
@@ -81,10 +81,7 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         prepared=True,
         gradient="rlkernel_triton.linear_divergence.launch:LinearDivergencePair",
     ),
-    # Its sums are added in another order than those of logprob.
-    "sample": Claim(
-        "rlkernel_triton.sample.launch:prepare", without=frozenset({"trainer_bits"}), prepared=True, sums="g64/tree/f32"
-    ),
+    "sample": Claim("rlkernel_triton.sample.launch:prepare", prepared=True, sums="g64/s8/tree/f32"),
     "lm_head_sample": Claim("rlkernel_triton.lm_head_sample.launch:prepare", prepared=True, sums="mma16/g64/tree/f32"),
     "verify": Claim("rlkernel_triton.verify.launch:prepare", prepared=True),
     # Captured Triton kernels have been reported to fault on gfx11 and gfx12.

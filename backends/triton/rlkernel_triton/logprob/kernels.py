@@ -1,29 +1,40 @@
 """Kernels of logprob@1: partial softmax statistics of a row of logits, and the gradient of the logits.
 
 A row is cut into parts of `PART` columns, one program each, so that a few long rows fill a GPU too.
-`common.merge_softmax` merges them, and `common.softmax` says what the statistics are. Parts depend on V alone and every
+`common.merge_softmax` merges them, and `common.softmax` says what the statistics are. The total of all ids but the
+chosen one is added in the order of `common.group_sums`, which `sample` has too; parts depend on V alone and every other
 sum is a tree, so a row's bits depend on nothing but the row.
 
 Bytes of a row of V logits of s bytes: forward s V read; backward s V read, s V written. With a support V / 8 more each.
 
-Legend: N rows · V vocabulary · K listed ids of a row · P parts of a row · L lanes of a tile, 8 neighboring columns.
+Legend: N rows · V vocabulary · K listed ids of a row · P parts of a row · L lanes of a tile, 8 neighboring columns · G
+groups of a tile, 8 lanes each.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from rlkernel_triton.common.arithmetic import cap, row_offset, stored_as, tanh, tree_sum
+from rlkernel_triton.common.arithmetic import cap, row_offset, scaled_less, stored_as, tanh, tree_sum
+from rlkernel_triton.common.group_sums import SLOTS, STEPS, lanes_sum, reference
 from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.common.listed_ids import is_id
-from rlkernel_triton.common.softmax import LEAST_SHIFT, dlogits, lane_sum, merge_lanes, row_scale, update_running
+from rlkernel_triton.common.softmax import (
+    LEAST_SHIFT,
+    dlogits,
+    finite_or_zero,
+    lane_sum,
+    merge_lanes,
+    row_scale,
+    update_running,
+)
 
-PART: Final = 32768  # columns of a part: 4 programs a row at V = 128256
-TILE: Final = 1024  # columns read at a time; 0.50 ms at 8192 x 128256 on an H200, where 2048 on 4 warps takes 0.52
+TILE: Final = 64 * SLOTS.value  # columns read at a time: a group for every slot
+PART: Final = TILE * STEPS.value  # columns of a part: 4 programs a row at V = 128256
 COLUMNS: Final = 2048  # columns that a program of the gradient takes at a time
 # (fewest rows, how often): 1.05 ms at 8192 x 128256, where one 4096 a program takes 1.09; few rows need all programs.
 REPEATS: Final = ((0, 1), (256, 16))
-STATS_WARPS: Final = 2
+STATS_WARPS: Final = 8  # as many columns a thread, and registers, as 2 warps have of 1024
 GRADIENT_WARPS: Final = 4
 
 NEIGHBORS: tl.constexpr = tl.constexpr(8)  # columns of a lane: one load of 16 bytes in 16 bits, two in fp32
@@ -55,10 +66,12 @@ def partial_softmax(
     column = lane[:, None] * NEIGHBORS + tl.arange(0, NEIGHBORS)[None, :]
     start = part * PART
     stop = tl.minimum(start + PART, V)
-    # Every lane keeps statistics of its own columns; lanes are merged once, at the end.
-    top = tl.full([LANES], float("-inf"), tl.float32)
-    total = tl.zeros([LANES], tl.float32)
-    moment = tl.zeros([LANES], tl.float32)
+    # Slots keep totals, and lanes of 8 columns what the moment and the support need; they are merged once, at the end.
+    GROUPS: tl.constexpr = LANES // 8
+    top = tl.full([GROUPS], float("-inf"), tl.float32)
+    total = tl.zeros([GROUPS], tl.float32)
+    moved = tl.zeros([GROUPS], tl.float32)
+    moment = tl.zeros([GROUPS, 8], tl.float32)
     kept_top = tl.full([LANES], float("-inf"), tl.float32)
     kept_total = tl.zeros([LANES], tl.float32)
     lost_top = tl.full([LANES], float("-inf"), tl.float32)
@@ -70,12 +83,23 @@ def partial_softmax(
             y = cap(y, softcap)
         if (id >= first) & (id < first + TILE):  # in one tile of the row; elsewhere nothing is compared
             y = tl.where(column == (id - first).to(tl.int32), float("-inf"), y)
-        new_top, new_total, e, d, rescale, shift = update_running(top, total, y, scale)
+        r = reference(tl.max(tl.reshape(tl.max(y, 1), [GROUPS, 8]), 1), scale)
+        d = scaled_less(tl.reshape(y, [GROUPS, 8, NEIGHBORS]), scale, finite_or_zero(r)[:, None, None])
+        e = tl.exp2(d)
+        here = lanes_sum(tl.reshape(e, [LANES, NEIGHBORS]))
+        new_top = tl.maximum(top, r)
+        at_top = finite_or_zero(new_top)
+        old_shift, new_shift = top - at_top, r - at_top
+        old_factor, new_factor = tl.exp2(old_shift), tl.exp2(new_shift)
         if MOMENT:
-            # Old terms 2^d d move to the new top with their totals.
-            more = lane_sum(e * tl.maximum(d, LEAST_SHIFT))
-            moment = (moment + total * tl.maximum(shift, LEAST_SHIFT)) * rescale + more
-        top, total = new_top, new_total
+            # Terms 2^d d move to the new top with their totals.
+            of_old = total * old_factor * tl.maximum(old_shift, LEAST_SHIFT)
+            of_new = here * new_factor * tl.maximum(new_shift, LEAST_SHIFT)
+            moved = moved * old_factor + (of_old + of_new)
+            more = lane_sum(tl.reshape(e * tl.maximum(d, LEAST_SHIFT), [LANES, NEIGHBORS]))
+            moment = moment * old_factor[:, None] + tl.reshape(more, [GROUPS, 8]) * new_factor[:, None]
+        total = total * old_factor + here * new_factor
+        top = new_top
         if SUPPORT:
             byte = first // NEIGHBORS + lane  # a lane's eight columns are one byte of the bitmask
             bits = tl.load(kept + row.to(tl.int64) * kept_stride + byte, mask=byte * NEIGHBORS < V, other=0)
@@ -93,12 +117,13 @@ def partial_softmax(
     if HAS_CAP:
         y_id = cap(y_id, softcap)
     tl.store(out, tl.where(here, y_id, 0.0) + tl.zeros([1], tl.float32))
-    best, some, weight, shift = merge_lanes(tl.reshape(top, [1, LANES]), tl.reshape(total, [1, LANES]))
+    best, some, weight, shift = merge_lanes(tl.reshape(top, [1, GROUPS]), tl.reshape(total, [1, GROUPS]))
     tl.store(out + plane, best)
     tl.store(out + 2 * plane, some)
     if MOMENT:
-        moments = (tl.reshape(moment, [1, LANES]) + tl.reshape(total, [1, LANES]) * shift) * weight
-        tl.store(out + 3 * plane, tree_sum(moments))
+        of_groups = tree_sum((tl.reshape(moved, [1, GROUPS]) + tl.reshape(total, [1, GROUPS]) * shift) * weight)
+        of_lanes = tree_sum(tl.reshape(moment * tl.reshape(weight, [GROUPS])[:, None], [1, LANES]))
+        tl.store(out + 3 * plane, of_lanes + of_groups)
     if SUPPORT:
         best, some, _, _ = merge_lanes(tl.reshape(kept_top, [1, LANES]), tl.reshape(kept_total, [1, LANES]))
         tl.store(out + 4 * plane, best)

@@ -138,7 +138,7 @@ def exact_sample(
                     everything = (kept == tokens) & (top < float("inf"))
                     threshold = tl.where(everything, -float("inf"), from_order_key(value.to(tl.int32)))
                     write_results(
-                        row, N, at, column_stride, bits, raw, raw_row_stride, raw_column_stride,
+                        row, N, at, column_stride, V, bits, row_work, raw, raw_row_stride, raw_column_stride,
                         raw_work=row_work + N.to(tl.int64) * words, S=S, tiles_per_program=tiles_per_program,
                         invalid_token=invalid_token, longs=longs, ints=ints, floats=floats, row_stats=row_stats,
                         padding=padding, bad=bad, greedy=greedy, nan=nan | held_nan, T=T, top=top, tokens=tokens, Z=Z,

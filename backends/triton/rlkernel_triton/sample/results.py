@@ -5,7 +5,8 @@ Legend: N rows · S tiles a row of G groups each · GP: groups padded to a power
 
 from __future__ import annotations
 
-from rlkernel_triton.common.arithmetic import LN2, LOG2E
+from rlkernel_triton.common.arithmetic import LN2, LOG2E, scaled_less, tree_sum
+from rlkernel_triton.common.group_sums import LARGEST, SLOTS, STEPS, log_probability, quarters_sum, reference
 from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.common.sampling_rows import (
     HELD_INFINITY,
@@ -17,7 +18,8 @@ from rlkernel_triton.common.sampling_rows import (
     rounded_product,
     to_fixed,
 )
-from rlkernel_triton.sample.tile_stats import as_int32_pointer, counts_offset, moments_offset
+from rlkernel_triton.common.softmax import finite_or_zero
+from rlkernel_triton.sample.tile_stats import as_int32_pointer, counts_offset, group_shift, moments_offset
 
 # Rows of the results: [., N] each.
 TOKEN: tl.constexpr = tl.constexpr(0)  # of int64
@@ -41,6 +43,13 @@ def load_groups(work, S, G: tl.constexpr, GP: tl.constexpr):
 
 
 @triton.jit
+def load_best(work, S, G: tl.constexpr, GP: tl.constexpr):
+    """[GP] best logits of the groups of a row."""
+    g = tl.arange(0, GP)
+    return tl.load(work + 2 * g, mask=g < S * G, other=-float("inf"))
+
+
+@triton.jit
 def merge_groups(
     m, z, work, S, tiles_per_program, T, ENTROPY: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, GP: tl.constexpr
 ):
@@ -53,7 +62,7 @@ def merge_groups(
     n = tl.load(as_int32_pointer(work) + counts_offset(S, G) + g, mask=g < tl.cdiv(S, tiles_per_program), other=0)
     top, least = tl.split(tl.max(tl.join(m, tl.where(g < S * G, -m, -float("inf"))), 0))
     drawable = m > draw_floor(top)
-    shift = tl.where(drawable, tl.where(m == top, 0.0, (m - top) * tl.minimum(LOG2E / T, MAX_FLOAT)), -float("inf"))
+    shift = tl.where(drawable, group_shift(m, top, tl.minimum(LOG2E / T, MAX_FLOAT)), -float("inf"))
     scale = tl.exp2(shift)
     # NaN counts 2^32; beside +inf the others do not count.
     counts = ((n & HELD_NAN).to(tl.int64) << 2) + tl.where(
@@ -70,11 +79,70 @@ def merge_groups(
 
 
 @triton.jit
+def total_of_others(
+    x, token, V, s, work, m, S, column_stride, allowed, HAS_ALLOWED: tl.constexpr, UNIT: tl.constexpr, G: tl.constexpr,
+    GROUP: tl.constexpr, GP: tl.constexpr,
+):  # fmt: skip
+    """(total, its reference) of all tokens but one, in the order of common.group_sums. m: [GP] best logits of groups.
+
+    The group of the token is read again; nothing else is.
+    """
+    own = token // GROUP
+    QUARTER: tl.constexpr = GROUP // 4
+    ids = own * GROUP + tl.arange(0, QUARTER)[None, :]
+    v0 = other_logits(x, ids, token, V, column_stride, allowed, HAS_ALLOWED, UNIT)
+    v1 = other_logits(x, ids + QUARTER, token, V, column_stride, allowed, HAS_ALLOWED, UNIT)
+    v2 = other_logits(x, ids + 2 * QUARTER, token, V, column_stride, allowed, HAS_ALLOWED, UNIT)
+    v3 = other_logits(x, ids + 3 * QUARTER, token, V, column_stride, allowed, HAS_ALLOWED, UNIT)
+    best = tl.max(tl.max(tl.maximum(tl.maximum(v0, v1), tl.maximum(v2, v3)), 1), 0)
+    top = reference(tl.maximum(tl.max(tl.where(tl.arange(0, GP) == own, -float("inf"), m), 0), best), s)
+    at = finite_or_zero(top)
+    r = finite_or_zero(reference(best, s))
+    rest = quarters_sum(
+        tl.exp2(scaled_less(v0, s, r)), tl.exp2(scaled_less(v1, s, r)), tl.exp2(scaled_less(v2, s, r)),
+        tl.exp2(scaled_less(v3, s, r)),
+    )  # fmt: skip
+    rest = tl.sum(rest, 0) * tl.exp2(r - at)
+    slot = tl.arange(0, GP // STEPS)
+    total = tl.zeros([GP // STEPS], tl.float32)
+    for k in tl.static_range(STEPS):
+        g = slot // SLOTS * (SLOTS * STEPS) + k * SLOTS + slot % SLOTS
+        group_top = tl.load(work + 2 * g, mask=g < S * G, other=-float("inf"))
+        z = tl.load(work + 2 * g + 1, mask=g < S * G, other=0.0)
+        total += tl.where(g == own, rest, z * tl.exp2(reference(group_top, s) - at))
+    return tl.sum(tree_sum(tl.reshape(total, [1, GP // STEPS])), 0), top
+
+
+@triton.jit
+def other_logits(x, ids, token, V, column_stride, allowed, HAS_ALLOWED: tl.constexpr, UNIT: tl.constexpr):
+    """Logits of the row at ids but one, NaN as -inf."""
+    v = logits_at(x, ids, (ids < V) & (ids != token), column_stride, allowed, HAS_ALLOWED, UNIT)
+    return tl.where(v != v, -float("inf"), v)
+
+
+@triton.jit
+def with_sum(logprob, log_kept, whole):
+    """(logprob, log_kept) changed in their last bits, so that their sum rounds to `whole`; all are <= 0.
+
+    The smaller of the two stays but for one unit in its last place, and the larger is what is left: an error of its own
+    size's last bits. The unit is taken where the rest would lie between two numbers, and round to the other one.
+    """
+    first = log_kept >= logprob
+    small = tl.maximum(tl.where(first, log_kept, logprob), whole)
+    between = (whole - small) + small != whole
+    nearer = (small.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
+    small = tl.where(between, nearer, small)
+    large = whole - small
+    return tl.where(first, large, small), tl.where(first, small, large)
+
+
+@triton.jit
 def write_results(
     row, N,
     x,  # [V] logits of this row
-    column_stride,
+    column_stride, V,
     allowed,  # bits of this row
+    work,  # [words] of this row
     raw,  # [N, V] logits before the edits
     raw_row_stride, raw_column_stride,
     raw_work,  # [words] of the raw logits of this row
@@ -108,6 +176,17 @@ def write_results(
     log_mass = tl.log(kept_mass)
     logprob = tl.where(greedy, 0.0, y - log_mass)
     log_kept = tl.where(greedy | (kept == tokens), 0.0, tl.minimum(tl.log(kept_mass / Z), 0.0))
+    # What a trainer computes that knows nothing of the filters; it has none beside an infinity.
+    s = tl.minimum(LOG2E / T, MAX_FLOAT)
+    m = load_best(work, S, G, GP)
+    others, others_top = total_of_others(
+        x, safe.to(tl.int32), V, s, work, m, S, column_stride, allowed, HAS_ALLOWED, UNIT, G, GROUP, GP
+    )
+    whole = log_probability(others, others_top, v, s)
+    exact_logprob, exact_log_kept = with_sum(logprob, log_kept, whole)
+    plain = (greedy == 0) & (tl.abs(top * s) < LARGEST) & (whole > -float("inf"))
+    logprob = tl.where(plain, exact_logprob, logprob)
+    log_kept = tl.where(plain, exact_log_kept, log_kept)
     tl.store(longs + TOKEN * N + row, tl.where(no_token, invalid_token, safe))
     tl.store(longs + THRESHOLD_ID * N + row, tl.where(no_token, -1, threshold_id))
     tl.store(floats + LOGPROB * N + row, tl.where(padding, 0.0, tl.where(undefined, -float("inf"), logprob)))
@@ -132,7 +211,14 @@ def write_results(
         )
         r = tl.load(raw + row * raw_row_stride + safe * raw_column_stride).to(tl.float32)
         r = tl.where(r != r, -float("inf"), r)
+        raw_s = tl.full((), LOG2E, tl.float32)
+        of_others, its_top = total_of_others(
+            raw + row * raw_row_stride, safe.to(tl.int32), V, raw_s, raw_work, raw_m, S, raw_column_stride, allowed,
+            False, False, G, GROUP, GP,
+        )  # fmt: skip
+        exact_r = log_probability(of_others, its_top, r, raw_s)
         r = tl.where(r == raw_top, 0.0, r - raw_top) - tl.log(raw_Z)
+        r = tl.where((tl.abs(raw_top * raw_s) < LARGEST) & (exact_r == exact_r), exact_r, r)
         tl.store(floats + RAW_LOGPROB * N + row, tl.where(padding, 0.0, tl.where(undefined, float("nan"), r)))
         if ROW_STATS:
             tl.store(row_stats + row * 5 + 3, raw_top)

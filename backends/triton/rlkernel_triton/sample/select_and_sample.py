@@ -30,7 +30,7 @@ from rlkernel_triton.common.sampling_rows import (
 )
 from rlkernel_triton.sample.candidates import WEIGHT_UNITS, filter_candidates, gather_candidates
 from rlkernel_triton.sample.results import PENDING, load_groups, merge_groups, write_results
-from rlkernel_triton.sample.tile_stats import as_int32_pointer, scratch_offset
+from rlkernel_triton.sample.tile_stats import as_int32_pointer, group_shift, scratch_offset
 
 NO_TIME: tl.constexpr = tl.constexpr(0x7FFFFFFFFFFFFFFF)  # comes after every time, and is none
 
@@ -89,7 +89,7 @@ def gumbel_argmax(
     """
     g = tl.arange(0, group_top.shape[0])
     live = (g < groups) & (group_top > draw_floor(top))
-    later = tl.exp2(tl.where(group_top == top, 0.0, (top - group_top) * tl.minimum(LOG2E / T, MAX_FLOAT)))
+    later = tl.exp2(-group_shift(group_top, top, tl.minimum(LOG2E / T, MAX_FLOAT)))
     time = tl.where(live, bounds * later, float("inf"))
     key = (time.to(tl.int32, bitcast=True).to(tl.int64) << 32) | g
     key = tl.where(live, key, NO_TIME)
@@ -240,8 +240,9 @@ def select_and_sample(
     if SEARCH:
         tl.store(ints + PENDING * N + row, search.to(tl.int32))
     write_results(
-        row, N, x, column_stride, allowed, raw, raw_row_stride, raw_column_stride, raw_work, S, tiles_per_program,
-        invalid_token, longs, ints, floats, row_stats, padding, bad, greedy, nan, T, top, tokens, Z, winner, kept,
-        kept_mass=mass, moment=moment, threshold=threshold, threshold_id=threshold_id, was_searched=row < 0,
+        row, N, x, column_stride, V, allowed, work, raw, raw_row_stride, raw_column_stride, raw_work, S,
+        tiles_per_program, invalid_token, longs, ints, floats, row_stats, padding, bad, greedy, nan, T, top, tokens, Z,
+        winner, kept, kept_mass=mass, moment=moment, threshold=threshold, threshold_id=threshold_id,
+        was_searched=row < 0,
         HAS_ALLOWED=HAS_ALLOWED, UNIT=UNIT, RAW=RAW, ENTROPY=ENTROPY, ROW_STATS=ROW_STATS, G=G, GROUP=GROUP, GP=GP,
     )  # fmt: skip

@@ -1,11 +1,11 @@
 """The pass over the logits: what every group of a row adds up to, read once.
 
-Per group of GROUP tokens: its best logit and the sum of exp((x - best) / T), side by side, and on request the moment of
-the entropy; on rows without a filter a lower bound of the least time of its tokens (common.gumbel_noise). The maxima
-certify the candidates of the filters. Per program: how many tokens there are.
+Per group of GROUP tokens: its best logit and the sum of exp(x / T) relative to a power of two (`group_reference`), side
+by side, on request the moment of the entropy; on rows without a filter a lower bound of the least time of its tokens
+(common.gumbel_noise). The maxima certify the candidates of the filters. Per program: how many tokens there are.
 
 A thread holds a fourth of a group, and no thread waits for another but where a group holds what is not
-finite. A sum is one of a group: it depends neither on the batch nor on
+finite. A sum is one of a group, in the order of common.group_sums: it depends neither on the batch nor on
 TILES_PER_PROGRAM, so neither do the bits. A row with +inf is
 uniform over its +inf tokens: a group whose best is +inf counts and sums those alone.
 Bytes of a row: V s read once; 12 of 64 tokens written, 16 with an entropy.
@@ -16,6 +16,7 @@ Legend: N rows · V vocabulary · S = ceil(V / TILE) tiles a row · G = TILE / G
 from __future__ import annotations
 
 from rlkernel_triton.common.arithmetic import LN2, LOG2E, scaled_less, tree_sum
+from rlkernel_triton.common.group_sums import LARGEST, quarters_sum, reference
 from rlkernel_triton.common.gumbel_noise import arrival_bounds
 from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.common.sampling_rows import (
@@ -67,6 +68,28 @@ def has_filter(entry, top_k, top_p, min_p, V, K: tl.constexpr, P: tl.constexpr, 
     if M > -2:
         on = on | (parameter(min_p, entry, M).to(tl.float32) > 0.0)
     return on
+
+
+@triton.jit
+def group_reference(best, s):
+    """What the weights of a group are relative to, as a logarithm: `reference`, or its best where that is too large."""
+    return tl.where(tl.abs(best * s) < LARGEST, reference(best, s), best * s)
+
+
+@triton.jit
+def group_shift(best, top, s):
+    """Logarithm of the factor of a group's weights beside those of the best logit of the row, whose weight is 1."""
+    exact = 0.0 - scaled_less(top, s, reference(best, s))
+    rough = tl.where(best == top, 0.0, (best - top) * s)
+    return tl.where(tl.maximum(tl.abs(top * s), tl.abs(best * s)) < LARGEST, exact, rough)
+
+
+@triton.jit
+def from_reference(v, best, r, s):
+    """v * s relative to r; to the best itself where that is too large."""
+    exact = scaled_less(v, s, r[:, None])
+    rough = tl.where(v == best[:, None], 0.0, (v - best[:, None]) * s)
+    return tl.where((tl.abs(best * s) < LARGEST)[:, None], exact, rough)
 
 
 @triton.jit
@@ -125,7 +148,7 @@ def tile_stats(
     v2 = logits_at(x, ids, ids < V, column_stride, allowed, HAS_ALLOWED, UNIT)
     ids += QUARTER
     v3 = logits_at(x, ids, ids < V, column_stride, allowed, HAS_ALLOWED, UNIT)
-    T = 1.0
+    T = tl.full((), 1.0, tl.float32)
     if not RAW:
         entry, _, _ = slot_of(row, slot, last_slot, HAS_SLOT)
         T = parameter(temperature, entry, T_EACH).to(tl.float32)
@@ -139,28 +162,24 @@ def tile_stats(
             noise_step = parameter(step, entry, STEP_EACH).to(tl.int64)
     s = tl.minimum(LOG2E / T, MAX_FLOAT)
     best = tl.max(tl.maximum(tl.maximum(v0, v1), tl.maximum(v2, v3)), 1)
-    # (v - best) * s in one rounding, up to a rounding error per group, which is divided out below.
-    less = best * s
-    residue = scaled_less(best, s, less)
-    y0 = scaled_less(v0, s, less[:, None])
-    y1 = scaled_less(v1, s, less[:, None])
-    y2 = scaled_less(v2, s, less[:, None])
-    y3 = scaled_less(v3, s, less[:, None])
+    r = reference(best, s)
+    y0 = scaled_less(v0, s, r[:, None])
+    y1 = scaled_less(v1, s, r[:, None])
+    y2 = scaled_less(v2, s, r[:, None])
+    y3 = scaled_less(v3, s, r[:, None])
     w0 = tl.exp2(y0)
     w1 = tl.exp2(y1)
     w2 = tl.exp2(y2)
     w3 = tl.exp2(y3)
-    # NaN where there is NaN or an infinity, and where a product overflows.
-    odd = tl.fma((v0 + v1) + (v2 + v3), 0.0, (w0 + w1) + (w2 + w3))
-    raised = tree_sum(odd)
-    rest = tl.exp2(-residue)
-    total = rounded_product(raised, rest)
+    total = quarters_sum(w0, w1, w2, w3)
+    # NaN where there is NaN or an infinity, and where no reference is near the best.
+    total = tl.fma(quarters_sum(v0, v1, v2, v3), 0.0, tl.where(tl.abs(r) < LARGEST, total, float("nan")))
     moment = total
     if ENTROPY:
         h = tree_sum(
             (rounded_product(w0, y0) + rounded_product(w1, y1)) + (rounded_product(w2, y2) + rounded_product(w3, y3))
         )
-        moment = rounded_product(rounded_product(h - rounded_product(residue, raised), rest), LN2)
+        moment = rounded_product(h, LN2)
     n = tl.minimum(TILES_PER_PROGRAM * TILE, V - first)
     if tl.max((total != total).to(tl.int32), 0) > 0:
         nan = ((v0 != v0) | (v1 != v1)) | ((v2 != v2) | (v3 != v3))
@@ -177,16 +196,16 @@ def tile_stats(
         n = tl.sum(tl.sum(each, 1), 0)
         n += tl.where(high == float("inf"), HELD_INFINITY, 0)
         n += tl.max(tl.max(nan.to(tl.int32), 1), 0) * HELD_NAN
-        residue = tl.zeros([ROWS], tl.float32)
-        y0 = tl.where(v0 == best[:, None], 0.0, (v0 - best[:, None]) * s)
-        y1 = tl.where(v1 == best[:, None], 0.0, (v1 - best[:, None]) * s)
-        y2 = tl.where(v2 == best[:, None], 0.0, (v2 - best[:, None]) * s)
-        y3 = tl.where(v3 == best[:, None], 0.0, (v3 - best[:, None]) * s)
+        r = group_reference(best, s)
+        y0 = from_reference(v0, best, r, s)
+        y1 = from_reference(v1, best, r, s)
+        y2 = from_reference(v2, best, r, s)
+        y3 = from_reference(v3, best, r, s)
         w0 = tl.exp2(y0)
         w1 = tl.exp2(y1)
         w2 = tl.exp2(y2)
         w3 = tl.exp2(y3)
-        safe = tree_sum((w0 + w1) + (w2 + w3))
+        safe = quarters_sum(w0, w1, w2, w3)
         if ENTROPY:
             h = tree_sum((moment_term(w0, y0) + moment_term(w1, y1)) + (moment_term(w2, y2) + moment_term(w3, y3)))
             moment = tl.where(total == total, moment, tl.where(best > -float("inf"), rounded_product(h, LN2), 0.0))
@@ -208,4 +227,4 @@ def tile_stats(
             t2 = arrival_bounds(y2, noise_seed, noise_step, of_four + QUARTER // 2, noise_stream)
             t3 = arrival_bounds(y3, noise_seed, noise_step, of_four + (QUARTER // 4) * 3, noise_stream)
             time = tl.min(tl.minimum(tl.minimum(t0, t1), tl.minimum(t2, t3)), 1)
-            tl.store(work + scratch_offset(S, G) + g, time * tl.exp2(residue), mask=g < S * G)
+            tl.store(work + scratch_offset(S, G) + g, time, mask=g < S * G)

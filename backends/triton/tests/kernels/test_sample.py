@@ -214,3 +214,32 @@ def test_a_call_that_was_checked_lets_no_other_pass(small, device) -> None:
     for wrong in ({"top_n": 41}, {"top_n": True}, {"temperature": -1.0}, {"step": -1}, {"seed": 5}, {"top_p": [0.5]}):
         with pytest.raises(rlk.RLKernelError):
             rlk.sample(x, **{**asked, **wrong})
+
+
+@triton.jit
+def powers(out, N: tl.constexpr):
+    """2^-i of whole i."""
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.exp2(0.0 - i.to(tl.float32)))
+
+
+def test_powers_of_two_are_exact(device) -> None:
+    out = torch.empty(64, device=device)
+    powers[(1,)](out, N=64)
+
+    assert out.tolist() == [2.0**-i for i in range(64)]
+
+
+@pytest.mark.parametrize(
+    "law", [{}, {"temperature": 0.7, "top_p": 0.95}, {"temperature": 1.3, "top_k": 100}, {"top_k": 1}], ids=str
+)
+def test_a_draw_states_the_trainers_number(law, device) -> None:
+    N, V = (6, 1500) if device == "cpu" else (2048, 128256)
+    torch.manual_seed(0)
+    x = 4 * torch.randn(N, V, device=device)
+    drawn = rlk.sample(x, seed=torch.arange(N, device=device), step=0, raw_logprob=True, **law)
+    trainer = rlk.logprob(x, drawn.token, temperature=law.get("temperature", 1.0)).logprob
+    raw = rlk.logprob(x, drawn.token).logprob
+
+    assert int((drawn.logprob + drawn.log_kept_mass != trainer).sum()) == 0
+    assert int((drawn.raw_logprob != raw).sum()) == 0

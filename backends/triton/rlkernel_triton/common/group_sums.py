@@ -1,0 +1,55 @@
+"""The sum of 2^z over a row in the one order of `logprob` and `sample`, so that both state one number for one token.
+
+    group  64 ids. Its terms are 2^(z - r), z - r rounded once: z = y log2(e) / T of a logit y, and r the smallest
+           integer that no z of the group is above. Four neighbors are added, then the quarters, then the rest as a tree
+    slot   groups SLOTS apart, STEPS of them, one after the other
+    row    slots as a tree of neighbors; what is missing is 0
+
+From group to group sums are brought to one reference by powers of two, which round nothing: their bits do not depend
+on what a kernel takes for the reference on the way. What is lost below 2^-126 changes no bit of a sum whose largest
+term is above 1/2. The chosen id is in no sum.
+
+Legend: L lanes of 8 neighboring ids · R rows of groups. Imports Triton.
+"""
+
+from __future__ import annotations
+
+from rlkernel_triton.common.arithmetic import LN2, scaled_less, softplus, tree_sum
+from rlkernel_triton.common.language import tl, triton
+
+SLOTS: tl.constexpr = tl.constexpr(64)  # groups side by side
+STEPS: tl.constexpr = tl.constexpr(8)  # groups of a slot
+LARGEST: tl.constexpr = tl.constexpr(4194304.0)  # a z beyond it has no fp32 number near enough to be taken relative to
+
+
+@triton.jit
+def neighbors_sum(x):
+    """[R, W / 4] of [R, W]: four neighbors."""
+    return tl.sum(tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 4, 2, 2]), 3), 2)
+
+
+@triton.jit
+def quarters_sum(a, b, c, d):
+    """[R] sums of groups, from their four quarters [R, W]."""
+    return tree_sum((neighbors_sum(a) + neighbors_sum(b)) + (neighbors_sum(c) + neighbors_sum(d)))
+
+
+@triton.jit
+def lanes_sum(x):
+    """[L / 8] sums of groups of 64, from lanes [L, 8]: bit for bit `quarters_sum` of the same numbers."""
+    G: tl.constexpr = x.shape[0] // 8
+    fours = tl.sum(tl.sum(tl.reshape(x, [16 * G, 2, 2]), 2), 1)
+    quarters = tl.sum(tl.sum(tl.reshape(fours, [G, 2, 2, 4]), 2), 1)
+    return tree_sum(quarters)
+
+
+@triton.jit
+def reference(best, scale):
+    """The smallest integer that best * scale is not above."""
+    return tl.ceil(best * scale)
+
+
+@triton.jit
+def log_probability(total, top, target, scale):
+    """ln p of the chosen id: its logit, and the total of the others relative to 2^top; as in common.merge_softmax."""
+    return 0.0 - softplus((tl.log2(total) - scaled_less(target, scale, top)) * LN2)  # of ln((1 - p) / p)
