@@ -9,7 +9,7 @@ From group to group sums are brought to one reference by powers of two, which ro
 on what a kernel takes for the reference on the way. What is lost below 2^-126 changes no bit of a sum whose largest
 term is above 1/2. The chosen id is in no sum.
 
-Legend: L lanes of 8 neighboring ids · R rows of groups. Imports Triton.
+Legend: R rows of groups · W ids of a quarter. Imports Triton.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 from rlkernel_triton.common.arithmetic import LN2, scaled_less, softplus, tree_sum
 from rlkernel_triton.common.language import tl, triton
 
+GROUP: tl.constexpr = tl.constexpr(64)  # ids
 SLOTS: tl.constexpr = tl.constexpr(64)  # groups side by side
 STEPS: tl.constexpr = tl.constexpr(8)  # groups of a slot
 LARGEST: tl.constexpr = tl.constexpr(4194304.0)  # a z beyond it has no fp32 number near enough to be taken relative to
@@ -32,15 +33,6 @@ def neighbors_sum(x):
 def quarters_sum(a, b, c, d):
     """[R] sums of groups, from their four quarters [R, W]."""
     return tree_sum((neighbors_sum(a) + neighbors_sum(b)) + (neighbors_sum(c) + neighbors_sum(d)))
-
-
-@triton.jit
-def lanes_sum(x):
-    """[L / 8] sums of groups of 64, from lanes [L, 8]: bit for bit `quarters_sum` of the same numbers."""
-    G: tl.constexpr = x.shape[0] // 8
-    fours = tl.sum(tl.sum(tl.reshape(x, [16 * G, 2, 2]), 2), 1)
-    quarters = tl.sum(tl.sum(tl.reshape(fours, [G, 2, 2, 4]), 2), 1)
-    return tree_sum(quarters)
 
 
 @triton.jit

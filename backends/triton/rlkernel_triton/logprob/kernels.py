@@ -7,8 +7,8 @@ sum is a tree, so a row's bits depend on nothing but the row.
 
 Bytes of a row of V logits of s bytes: forward s V read; backward s V read, s V written. With a support V / 8 more each.
 
-Legend: N rows · V vocabulary · K listed ids of a row · P parts of a row · L lanes of a tile, 8 neighboring columns · G
-groups of a tile, 8 lanes each.
+Legend: N rows · V vocabulary · K listed ids of a row · P parts of a row · G groups of a tile · L lanes of a quarter of
+them, 8 neighboring columns.
 """
 
 from __future__ import annotations
@@ -16,28 +16,48 @@ from __future__ import annotations
 from typing import Final
 
 from rlkernel_triton.common.arithmetic import cap, row_offset, scaled_less, stored_as, tanh, tree_sum
-from rlkernel_triton.common.group_sums import SLOTS, STEPS, lanes_sum, reference
+from rlkernel_triton.common.group_sums import GROUP, SLOTS, STEPS, quarters_sum, reference
 from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.common.listed_ids import is_id
 from rlkernel_triton.common.softmax import (
     LEAST_SHIFT,
     dlogits,
     finite_or_zero,
-    lane_sum,
     merge_lanes,
     row_scale,
     update_running,
 )
 
-TILE: Final = 64 * SLOTS.value  # columns read at a time: a group for every slot
+TILE: Final = GROUP.value * SLOTS.value  # columns read at a time: a group for every slot
 PART: Final = TILE * STEPS.value  # columns of a part: 4 programs a row at V = 128256
 COLUMNS: Final = 2048  # columns that a program of the gradient takes at a time
 # (fewest rows, how often): 1.05 ms at 8192 x 128256, where one 4096 a program takes 1.09; few rows need all programs.
 REPEATS: Final = ((0, 1), (256, 16))
-STATS_WARPS: Final = 8  # as many columns a thread, and registers, as 2 warps have of 1024
+STATS_WARPS: Final = 4
 GRADIENT_WARPS: Final = 4
 
 NEIGHBORS: tl.constexpr = tl.constexpr(8)  # columns of a lane: one load of 16 bytes in 16 bits, two in fp32
+
+
+@triton.jit
+def logits_at(x, at, stride, V, softcap, HAS_CAP: tl.constexpr):
+    """Logits of a row at some columns, fp32; -inf beyond the vocabulary."""
+    y = tl.load(x + at.to(tl.int64) * stride, mask=at < V, other=float("-inf")).to(tl.float32)
+    if HAS_CAP:
+        y = cap(y, softcap)
+    return y
+
+
+@triton.jit
+def update_support(kept_top, kept_total, lost_top, lost_total, y, bits, byte, V, scale):
+    """The running statistics of the kept ids and of the others, with [LANES, 8] more; a lane has a byte of the bits."""
+    byte_bits = tl.load(bits + byte, mask=byte * NEIGHBORS < V, other=0)
+    among = ((byte_bits[:, None] >> tl.arange(0, NEIGHBORS)[None, :]) & 1) == 1
+    inside = tl.where(among, y, float("-inf"))
+    outside = tl.where(among, float("-inf"), y)
+    kept_top, kept_total, _, _, _, _ = update_running(kept_top, kept_total, inside, scale)
+    lost_top, lost_total, _, _, _, _ = update_running(lost_top, lost_total, outside, scale)
+    return kept_top, kept_total, lost_top, lost_total
 
 
 @triton.jit(do_not_specialize=["N"])  # bits must not depend on it
@@ -58,56 +78,65 @@ def partial_softmax(
     if HAS_MASK:
         if tl.load(mask + row) == 0:
             return
-    LANES: tl.constexpr = TILE // NEIGHBORS
+    GROUPS: tl.constexpr = TILE // GROUP
+    QUARTER: tl.constexpr = GROUP // 4  # as in `sample`: a thread holds most of it, and threads exchange little
+    LANES: tl.constexpr = GROUPS * (QUARTER // NEIGHBORS)
     scale = row_scale(T, row, HAS_T)
     x0 = logits + row_offset(row, inner, outer_stride, inner_stride)
     id = tl.load(ids + row).to(tl.int64)
-    lane = tl.arange(0, LANES)
-    column = lane[:, None] * NEIGHBORS + tl.arange(0, NEIGHBORS)[None, :]
+    column = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, QUARTER)[None, :]
     start = part * PART
     stop = tl.minimum(start + PART, V)
-    # Slots keep totals, and lanes of 8 columns what the moment and the support need; they are merged once, at the end.
-    GROUPS: tl.constexpr = LANES // 8
+    # Slots keep totals, and lanes of 8 columns what the support needs; they are merged once, at the end.
     top = tl.full([GROUPS], float("-inf"), tl.float32)
     total = tl.zeros([GROUPS], tl.float32)
-    moved = tl.zeros([GROUPS], tl.float32)
-    moment = tl.zeros([GROUPS, 8], tl.float32)
+    moment = tl.zeros([GROUPS], tl.float32)
     kept_top = tl.full([LANES], float("-inf"), tl.float32)
     kept_total = tl.zeros([LANES], tl.float32)
     lost_top = tl.full([LANES], float("-inf"), tl.float32)
     lost_total = tl.zeros([LANES], tl.float32)
     for first in range(start, stop, TILE):
-        at = first + column
-        y = tl.load(x0 + at.to(tl.int64) * stride, mask=at < V, other=float("-inf")).to(tl.float32)
-        if HAS_CAP:
-            y = cap(y, softcap)
+        y0 = logits_at(x0, first + column, stride, V, softcap, HAS_CAP)
+        y1 = logits_at(x0, first + column + QUARTER, stride, V, softcap, HAS_CAP)
+        y2 = logits_at(x0, first + column + 2 * QUARTER, stride, V, softcap, HAS_CAP)
+        y3 = logits_at(x0, first + column + 3 * QUARTER, stride, V, softcap, HAS_CAP)
         if (id >= first) & (id < first + TILE):  # in one tile of the row; elsewhere nothing is compared
-            y = tl.where(column == (id - first).to(tl.int32), float("-inf"), y)
-        r = reference(tl.max(tl.reshape(tl.max(y, 1), [GROUPS, 8]), 1), scale)
-        d = scaled_less(tl.reshape(y, [GROUPS, 8, NEIGHBORS]), scale, finite_or_zero(r)[:, None, None])
-        e = tl.exp2(d)
-        here = lanes_sum(tl.reshape(e, [LANES, NEIGHBORS]))
+            own = (id - first).to(tl.int32)
+            y0 = tl.where(column == own, float("-inf"), y0)
+            y1 = tl.where(column + QUARTER == own, float("-inf"), y1)
+            y2 = tl.where(column + 2 * QUARTER == own, float("-inf"), y2)
+            y3 = tl.where(column + 3 * QUARTER == own, float("-inf"), y3)
+        r = reference(tl.max(tl.maximum(tl.maximum(y0, y1), tl.maximum(y2, y3)), 1), scale)
+        at = finite_or_zero(r)[:, None]
+        d0, d1 = scaled_less(y0, scale, at), scaled_less(y1, scale, at)
+        d2, d3 = scaled_less(y2, scale, at), scaled_less(y3, scale, at)
+        e0, e1, e2, e3 = tl.exp2(d0), tl.exp2(d1), tl.exp2(d2), tl.exp2(d3)
+        here = quarters_sum(e0, e1, e2, e3)
         new_top = tl.maximum(top, r)
         at_top = finite_or_zero(new_top)
         old_shift, new_shift = top - at_top, r - at_top
         old_factor, new_factor = tl.exp2(old_shift), tl.exp2(new_shift)
         if MOMENT:
             # Terms 2^d d move to the new top with their totals.
-            of_old = total * old_factor * tl.maximum(old_shift, LEAST_SHIFT)
-            of_new = here * new_factor * tl.maximum(new_shift, LEAST_SHIFT)
-            moved = moved * old_factor + (of_old + of_new)
-            more = lane_sum(tl.reshape(e * tl.maximum(d, LEAST_SHIFT), [LANES, NEIGHBORS]))
-            moment = moment * old_factor[:, None] + tl.reshape(more, [GROUPS, 8]) * new_factor[:, None]
+            more = quarters_sum(
+                e0 * tl.maximum(d0, LEAST_SHIFT), e1 * tl.maximum(d1, LEAST_SHIFT), e2 * tl.maximum(d2, LEAST_SHIFT),
+                e3 * tl.maximum(d3, LEAST_SHIFT),
+            )  # fmt: skip
+            old = (moment + total * tl.maximum(old_shift, LEAST_SHIFT)) * old_factor
+            moment = old + (more + here * tl.maximum(new_shift, LEAST_SHIFT)) * new_factor
         total = total * old_factor + here * new_factor
         top = new_top
         if SUPPORT:
-            byte = first // NEIGHBORS + lane  # a lane's eight columns are one byte of the bitmask
-            bits = tl.load(kept + row.to(tl.int64) * kept_stride + byte, mask=byte * NEIGHBORS < V, other=0)
-            among = ((bits[:, None] >> tl.arange(0, NEIGHBORS)[None, :]) & 1) == 1
-            inside = tl.where(among, y, float("-inf"))
-            outside = tl.where(among, float("-inf"), y)
-            kept_top, kept_total, _, _, _, _ = update_running(kept_top, kept_total, inside, scale)
-            lost_top, lost_total, _, _, _, _ = update_running(lost_top, lost_total, outside, scale)
+            lane = tl.arange(0, LANES)
+            EACH: tl.constexpr = QUARTER // NEIGHBORS
+            byte = first // NEIGHBORS + lane // EACH * (4 * EACH) + lane % EACH  # of a lane of the first quarters
+            bits = kept + row.to(tl.int64) * kept_stride
+            for quarter in tl.static_range(4):
+                y = (y0, y1, y2, y3)[quarter]
+                kept_top, kept_total, lost_top, lost_total = update_support(
+                    kept_top, kept_total, lost_top, lost_total, tl.reshape(y, [LANES, NEIGHBORS]), bits,
+                    byte + quarter * EACH, V, scale,
+                )  # fmt: skip
     P = tl.cdiv(V, PART)
     plane = N.to(tl.int64) * P
     one = tl.arange(0, 1)
@@ -121,9 +150,8 @@ def partial_softmax(
     tl.store(out + plane, best)
     tl.store(out + 2 * plane, some)
     if MOMENT:
-        of_groups = tree_sum((tl.reshape(moved, [1, GROUPS]) + tl.reshape(total, [1, GROUPS]) * shift) * weight)
-        of_lanes = tree_sum(tl.reshape(moment * tl.reshape(weight, [GROUPS])[:, None], [1, LANES]))
-        tl.store(out + 3 * plane, of_lanes + of_groups)
+        moments = (tl.reshape(moment, [1, GROUPS]) + tl.reshape(total, [1, GROUPS]) * shift) * weight
+        tl.store(out + 3 * plane, tree_sum(moments))
     if SUPPORT:
         best, some, _, _ = merge_lanes(tl.reshape(kept_top, [1, LANES]), tl.reshape(kept_total, [1, LANES]))
         tl.store(out + 4 * plane, best)
