@@ -193,6 +193,13 @@ BAD_SCORES: Final = (
     ("temperature", {"temperature": leaf(N)}),
     ("group", {"group": "tp"}),
 )
+# Of all operators with a weight [V, D].
+BAD_LORA: Final = (
+    ("lora", {"lora": LoRA(draw(2, D), draw(V, 2), math.nan)}),
+    ("lora.A", {"lora": LoRA(draw(D, 2), draw(V, 2))}),
+    ("lora.B", {"lora": LoRA(draw(2, D), draw(2, V))}),
+    ("lora.B", {"lora": LoRA(draw(2, D), draw(V, 2).to("meta"))}),
+)
 # Operator -> (how the name of the refused argument begins, what is changed in the example call of six rows): refusals
 # that depend on another argument or on a limit of one. A name that is not known gets a suggestion instead.
 REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
@@ -210,6 +217,7 @@ REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
         ("weight", {"weight": torch.zeros(0, D)}),
         ("logit_scale", {"logit_scale": 0.0}),
         ("max_workspace_bytes", {"max_workspace_bytes": 0}),
+        *BAD_LORA,
         *BAD_SCORES,
     ],
     "sample": lambda: [
@@ -238,6 +246,8 @@ REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
         ("logit_scale", {"logit_scale": 0.0}),
         ("seed", {"seed": 0}),
         ("vocab_size", {"vocab_size": V + 1}),
+        ("lora", {"lora": LoRA(leaf(2, D), draw(V, 2))}),
+        *BAD_LORA,
     ],
     "verify": lambda: [
         ("target_logits", {"target_logits": leaf(N, V)}),
@@ -274,17 +284,16 @@ REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
         ("advantages", {"advantages": torch.zeros(B + 1)}),
         ("kl_coef", {"kl_coef": 0.1}),
         ("old_logprob", {"old_logprob": leaf(B, T)}),
+        *BAD_LORA,
     ],
     "dequantize": lambda: [("dtype", {"dtype": dtype}) for dtype in (torch.float64, torch.int8)],
     "qmatmul": lambda: [
         ("bias", {"bias": torch.zeros(V + 1)}),
         ("residual", {"residual": torch.zeros(N, V + 1)}),
-        ("lora", {"lora": LoRA(draw(2, D), draw(V, 2), math.nan)}),
         ("x", {"x": draw(N, D + 1)}),
         ("x", {"x": torch.tensor(1.0)}),
         ("w", {"w": stored(V, "meta")}),
-        ("lora.A", {"lora": LoRA(draw(D, 2), draw(V, 2))}),
-        ("lora.B", {"lora": LoRA(draw(2, D), draw(2, V))}),
+        *BAD_LORA,
         ("activation", {"w": stored(V - 1), "activation": "swiglu"}),
         ("ends", {"ends": torch.tensor([2, 3])}),
         ("ends", {"ends": torch.tensor([1, 2, 3, 4, 5], dtype=torch.int32)}),

@@ -1,6 +1,6 @@
 """linear_logprob@1: log-probabilities straight from hidden states and the output head; the logits are never stored.
 
-    x = (hidden @ weight.T + bias) * logit_scale
+    x = (hidden @ weight.T + s (hidden @ A.T) @ B.T + bias) * logit_scale
     z = cap(x) / T,  cap(x) = c * tanh(x / c) where softcap c is given
     log p, lse, H and the law over a support from z, exactly as logprob@1 defines them
 
@@ -9,9 +9,12 @@ Logits keep their fp32 accumulators on the way to the logsumexp: rounding them t
 
     dz_j = g (1[j = id] - q_j) + g_mass (q_j - p_j) + g_lse p_j - g_H p_j (z_j - sum_k p_k z_k)
     dx_j = dz_j / T * (1 - tanh(x_j / c)^2) * logit_scale
-    dX = dx @ weight,  dW = dx.T @ X,  dbias = the sum of dx over rows
+    dX = dx @ weight + s (dx @ B) @ A,  dW = dx.T @ X,  dbias = the sum of dx over rows
+    dA = s (dx @ B).T @ X,  dB = s dx.T @ (X @ A.T)
 
-Legend: N tokens (any leading shape) · D hidden · V vocabulary.
+The second term of x is there where `lora` is given: a low-rank addition to the head that is not merged into it.
+
+Legend: N tokens (any leading shape) · D hidden · V vocabulary · r rank of the low-rank addition.
 Longer than most modules, because a contract and its table of clauses stand in one place. Imports no torch.
 """
 
@@ -36,6 +39,7 @@ from rlkernel_core.spec.form import (
 )
 from rlkernel_core.spec.listed_ids import MANY_IDS, check_ids, check_one_id, many_ids
 from rlkernel_core.spec.logprob import LSE, LogprobResult, Support, check_support, check_temperature
+from rlkernel_core.spec.qmatmul import LoRA, check_lora
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,6 +60,7 @@ class LinearLogprobCall(OpCall[LogprobResult]):
         ids: [...] integer, as in logprob: anything in masked rows; out of range gives NaN and `invalid`. Or [..., K],
             several ids of each row, of which -1 is padding: one pass over the vocabulary, and K rows of the head more.
         bias: [V], added before everything else. A bias of -inf forbids an id, e.g. one that pads the vocabulary.
+        lora: LoRA(A [r, D], B [V, r], scale), an adapter of the head that is not merged. Any floating dtypes.
         temperature: float > 0, or a tensor broadcastable to [...] that requires no gradient.
         softcap: c > 0 for c * tanh(x / c), after the scale and before the temperature.
         logit_scale: > 0, multiplies the logits; for heads that divide, pass the inverse.
@@ -68,14 +73,16 @@ class LinearLogprobCall(OpCall[LogprobResult]):
             max_workspace_bytes and recomputes otherwise, and without a budget. All give the same log p.
         max_workspace_bytes: most extra memory: whatever the call allocates in forward and backward beyond its
             results and gradients. Each implementation states its need.
-        group: process group over which the vocabulary is split, shards in rank order, of equal size or not. `weight`
-            and `bias` are this rank's shard; hidden, ids, mask and upstream gradients are the same on all ranks, and
-            so are the results and dX. ids and support count in the whole vocabulary. On all ranks the same operands
-            require gradients. Where `rank_invariant` is claimed, results do not depend on the number of ranks.
+        group: process group over which the vocabulary is split, shards in rank order, of equal size or not. `weight`,
+            `bias` and `lora.B` are this rank's shard; hidden, lora.A, ids, mask and upstream gradients are the same on
+            all ranks, and so are the results, dX and dA. ids and support count in the whole vocabulary. On all ranks
+            the same operands require gradients. Where `rank_invariant` is claimed, results do not depend on the number
+            of ranks.
 
     Returns:
         LogprobResult without top. logprob, lse, entropy and log_kept_mass are differentiable, once, with respect to
-        hidden, weight and bias, each with its own upstream gradient per token; no work is done for a frozen operand.
+        hidden, weight, bias, lora.A and lora.B, each with its own upstream gradient per token; no work is done for a
+        frozen operand.
 
     Raises:
         ArgumentError: wrong rank, sizes, device, dtype, temperature <= 0, a temperature that requires a gradient, a
@@ -87,6 +94,7 @@ class LinearLogprobCall(OpCall[LogprobResult]):
     ids: Tensor
     _: KW_ONLY
     bias: Tensor | None = None
+    lora: LoRA | None = None
     temperature: float | Tensor = 1.0
     softcap: float | None = None
     logit_scale: float = 1.0
@@ -114,6 +122,8 @@ def check(call: LinearLogprobCall) -> None:
     beside: Any = {"beside": hidden, "where": "hidden"}
     check_ids(ids, rows, hidden, "hidden")
     checks.aligned("bias", bias, weight.shape[:1], "weight without its last dimension", kind="floating", **beside)
+    if call.lora is not None:
+        check_lora(call.lora, weight.shape, hidden, "hidden")
     check_temperature(call.temperature, rows, hidden)
     if call.softcap is not None:
         checks.number("softcap", call.softcap, above=0.0)
@@ -148,7 +158,7 @@ SPEC = OpSpec(
     record=LinearLogprobCall,
     summary="log-probability of chosen tokens from hidden states and the output head; logits are never stored",
     primary="hidden",
-    differentiable=("hidden", "weight", "bias"),
+    differentiable=("hidden", "weight", "bias", "lora"),
     carrying=("logprob", "lse", "entropy", "log_kept_mass"),
     optional=("lse",),
     check=check,
@@ -164,6 +174,7 @@ SPEC = OpSpec(
         Feature("per_row_temperature", "temperature as a tensor, one per row"),
         Feature("mixed_dtypes", "weight of another dtype than hidden"),
         Feature("bias", "a bias per vocabulary entry, with its gradient"),
+        Feature("lora", "a low-rank addition to the head that is not merged, with its gradients"),
         Feature("softcap", "logit soft-capping"),
         Feature("logit_scale", "a factor on the logits"),
         Feature("mask", "masked rows give 0 and gradient 0, whatever they hold"),
@@ -361,6 +372,22 @@ SPEC = OpSpec(
             "law",
             "many_ids",
         ),
+        Clause(
+            "LL-36",
+            "LoRA",
+            "z has s (h A^T) B^T beside h W^T, before bias, scale, cap and temperature; adapters of any dtype are not "
+            "rounded; B = 0 gives the plain results",
+            "accuracy",
+            "lora",
+        ),
+        Clause(
+            "LL-37",
+            "gradients of LoRA",
+            "dA, dB and dX match float64, with the head trained and frozen, and each alone",
+            "gradient",
+            "lora",
+        ),
+        Clause("LL-38", "LoRA is live", "A and B written in place are seen by the next call", "law", "lora"),
     ),
     tolerances=(
         Tolerance("logprob", "float32", 1e-4, 1e-5, "fp32 accumulation over D <= 4096, logits up to 30"),

@@ -1,13 +1,14 @@
 """lm_head_sample@1: draw tokens straight from hidden states and the output head; calls without filters store no logits.
 
-    logits = cap((hidden @ weight.T + bias) * logit_scale),  cap(x) = c * tanh(x / c) where softcap c is given
+    logits = cap((hidden @ weight.T + s (hidden @ A.T) @ B.T + bias) * logit_scale)
+    cap(x) = c * tanh(x / c) where softcap c is given
     and then sample@1 on these fp32 logits: edits, order, filters, noise, results
 
 Without a filter the draw is one argmax of noised logits and one running sum of exponentials, so the vocabulary can pass
 in tiles. Noise belongs to token ids, so the token is that of sample on the stored logits, unless two scores are closer
-than the rounding of the matmul.
+than the rounding of the matmul. The term with A and B is there where `lora` is given.
 
-Legend: N rows · D hidden · V vocabulary · W rows of the head, W >= V.
+Legend: N rows · D hidden · V vocabulary · W rows of the head, W >= V · r rank of the low-rank addition.
 Imports no torch.
 """
 
@@ -29,6 +30,7 @@ from rlkernel_core.spec.form import (
     Tolerance,
 )
 from rlkernel_core.spec.linear_logprob import mixed_dtypes
+from rlkernel_core.spec.qmatmul import LoRA, check_lora
 from rlkernel_core.spec.sample import check_request, needed
 from rlkernel_core.spec.sample_clauses import FEATURES, PHILOX, REPEATS, TOLERANCES
 from rlkernel_core.spec.sampling import LogitBias, RequestParams, SampleResult, check_no_gradient
@@ -48,6 +50,7 @@ class LmHeadSampleCall(RequestParams, OpCall[SampleResult]):
         hidden: [N, D] bf16, fp16 or fp32 (float64 on backends that claim it); any strides; never written to.
         weight: [W, D], the output head. Another dtype than that of hidden where `mixed_dtypes` is claimed.
         bias: [W], added before everything else.
+        lora: LoRA(A [r, D], B [W, r], scale), an adapter of the head that is not merged. Any floating dtypes.
         logit_scale: > 0, multiplies the logits; for heads that divide, pass the inverse.
         softcap: c > 0 for c * tanh(x / c), after the scale; part of the raw law.
         logit_bias: what sample calls `bias`: values added to some logits, per row.
@@ -64,6 +67,7 @@ class LmHeadSampleCall(RequestParams, OpCall[SampleResult]):
     weight: Tensor
     _: KW_ONLY
     bias: Tensor | None = None
+    lora: LoRA | None = None
     logit_scale: float = 1.0
     softcap: float | None = None
     logit_bias: LogitBias | None = None
@@ -84,7 +88,9 @@ def check(call: LmHeadSampleCall) -> None:
     checks.number("logit_scale", call.logit_scale, above=0.0)
     if call.softcap is not None:
         checks.number("softcap", call.softcap, above=0.0)
-    for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+    if call.lora is not None:
+        check_lora(call.lora, weight.shape, hidden, "hidden")
+    for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias), ("lora", call.lora)):
         if x is not None:
             check_no_gradient(name, x)
     check_request(call, hidden, weight.shape[0], bias=call.logit_bias, bias_name="logit_bias")
@@ -107,6 +113,7 @@ SPEC = OpSpec(
         *FEATURES,
         Feature("mixed_dtypes", "weight of another dtype than hidden"),
         Feature("bias", "a bias per vocabulary entry"),
+        Feature("lora", "a low-rank addition to the head that is not merged"),
         Feature("logit_bias", "values added to some logits of a row"),
         Feature("logit_scale", "a factor on the logits"),
         Feature("softcap", "logit soft-capping"),
@@ -141,6 +148,14 @@ SPEC = OpSpec(
         Clause("LH-20", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
         Clause("LH-21", "slots", "as parameters gathered; padding rows draw nothing and give 0", "law", "slot"),
         Clause("LH-22", *REPEATS),
+        Clause(
+            "LH-23",
+            "LoRA",
+            "logits have s (h A^T) B^T beside h W^T, before bias, scale and cap; A and B written in place are seen by "
+            "the next call",
+            "law",
+            "lora",
+        ),
     ),
     tolerances=(
         *TOLERANCES,

@@ -26,8 +26,11 @@ def lm_head_sample(call: LmHeadSampleCall) -> SampleResult:
     """Draw one token per row: rlkernel_core.spec.lm_head_sample.LmHeadSampleCall is the contract."""
     hidden, weight, bias = call.hidden, call.weight, call.bias
     V = call.vocab_size or weight.shape[0]
-    dtype = accumulator(hidden, weight, bias)
-    head = Head(hidden, weight[:V], None if bias is None else bias[:V], call.logit_scale, None, None, dtype)
+    dtype, lora = accumulator(hidden, weight, bias), call.lora
+    head = Head(
+        hidden, weight[:V], None if bias is None else bias[:V], call.logit_scale, None, None, dtype,
+        lora=None if lora is None else replace(lora, B=lora.B[:V]),
+    )  # fmt: skip
     filtered = not (call.top_k is call.top_p is call.min_p is None)
     if filtered or call.top_n or call.rank or call.entropy or call.kept_capacity:
         tiles = [_tile(head, ids, call.softcap) for ids in head.tiles()]

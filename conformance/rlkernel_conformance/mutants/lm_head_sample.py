@@ -146,5 +146,11 @@ BUGS: Final = {
         plant.returns(token=lambda c, o: o.token if c.slot is None else torch.where(c.slot < 0, 0, o.token)),
     ),
     "draws_anew": Bug("LH-22", "noise of a generator that runs on", plant.maps(seed=draws_anew)),
+    "lora_ignored": Bug("LH-23", "an adapter of the head accepted and ignored", plant.ignores("lora")),
+    "lora_after_the_scale": Bug(
+        "LH-23",
+        "an adapter added after the scale",
+        plant.given(lora=lambda c: c.lora and replace(c.lora, scale=c.lora.scale / c.logit_scale)),
+    ),
     "asks_the_host": plant.reads_a_value("LH-17", lambda c: c.hidden),
 }

@@ -109,6 +109,11 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
         super().__init__(call)
         self._host = host_of(call, Wanted(*self.wanted))
 
+    @classmethod
+    def inputs(cls, call: LinearLogprobCall) -> Tensors:
+        """Hidden states, weight and bias: LoRA is not claimed."""
+        return call.hidden, call.weight, call.bias
+
     def forward(self, call: LinearLogprobCall) -> tuple[LogprobResult, Tensors]:
         """Three launches or four, and those of the logits."""
         return self._host.forward(call, call.mask)

@@ -83,6 +83,11 @@ class LinearPolicyLossPair(Pair[LinearPolicyLossCall, LossResult]):
             self._head = LinearLogprobPair(LinearLogprobCall.of(call, mask=_mask_of(call)))
             self._loss = LossHost(spec.configure(call), call.ids.shape, call.hidden.device, (True, call.entropy))
 
+    @classmethod
+    def inputs(cls, call: LinearPolicyLossCall) -> Saved:
+        """Hidden states, weight and bias: LoRA is not claimed."""
+        return call.hidden, call.weight, call.bias
+
     def forward(self, call: LinearPolicyLossCall) -> tuple[LossResult, Saved]:
         """The loss; and its gradients, or what those of the head need and its gradients by the results of the head."""
         if self._host is not None:
