@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlkernel_conformance.bad_head_arguments import BAD_LORA, BAD_SCORES, leaf
 from rlkernel_conformance.bad_layer_arguments import OF_LAYERS
-from rlkernel_conformance.example_calls import B, D, N, T, V, draw, ids, logprobs, tokens
+from rlkernel_conformance.example_calls import B, D, N, T, V, draw, logprobs, tokens
 from rlkernel_core.quant import QuantTensor, quantize
 from rlkernel_core.spec import OPERATORS
-from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.policy_loss import Correction, Rejection
 from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_core.spec.sampling import Penalties
@@ -174,32 +174,11 @@ OTHER = torch.zeros(B, T + 1)
 LENGTHS = torch.full((B,), T)
 
 
-def leaf(*shape: int) -> Tensor:
-    """A tensor that requires a gradient."""
-    return torch.ones(shape, requires_grad=True)
-
-
 def stored(rows: int, device: str = "cpu") -> QuantTensor:
     """A quantized weight [rows, D]."""
     return quantize(draw(rows, D), "int4_g32").to(device)
 
 
-# Of both operators that give log-probabilities.
-BAD_SCORES: Final = (
-    ("ids", {"ids": torch.zeros(N, 0, dtype=torch.int64)}),
-    ("ids", {"ids": torch.zeros(N + 1, 3, dtype=torch.int64)}),
-    ("support", {"ids": ids(N, 3), "support": Support(ids(N), torch.arange(N + 1))}),
-    ("temperature", {"temperature": 0.0}),
-    ("temperature", {"temperature": leaf(N)}),
-    ("group", {"group": "tp"}),
-)
-# Of all operators with a weight [V, D].
-BAD_LORA: Final = (
-    ("lora", {"lora": LoRA(draw(2, D), draw(V, 2), math.nan)}),
-    ("lora.A", {"lora": LoRA(draw(D, 2), draw(V, 2))}),
-    ("lora.B", {"lora": LoRA(draw(2, D), draw(2, V))}),
-    ("lora.B", {"lora": LoRA(draw(2, D), draw(V, 2).to("meta"))}),
-)
 # Operator -> (how the name of the refused argument begins, what is changed in the example call of six rows): refusals
 # that depend on another argument or on a limit of one. A name that is not known gets a suggestion instead.
 REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {

@@ -99,7 +99,7 @@ CLAIMS: Final[Mapping[str, Claim]] = {
     ),
     "linear_policy_loss": Claim(
         "rlkernel_triton.linear_policy_loss.launch:prepare",
-        without=frozenset({"lora", "mixed_dtypes", "support"}),
+        without=frozenset({"mixed_dtypes", "support"}),
         workspace="rlkernel_triton.linear_policy_loss.launch:workspace_of",
         prepared=True,
         gradient="rlkernel_triton.linear_policy_loss.launch:LinearPolicyLossPair",
