@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlkernel_conformance.bad_head_arguments import BAD_LORA, BAD_SCORES, leaf
 from rlkernel_conformance.bad_layer_arguments import OF_LAYERS
-from rlkernel_conformance.example_calls import B, D, N, T, V, draw, logprobs, tokens
+from rlkernel_conformance.example_calls import B, D, N, T, V, draw, ids, logprobs, tokens
 from rlkernel_core.quant import QuantTensor, quantize
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.policy_loss import Correction, Rejection
@@ -196,6 +196,9 @@ REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
         ("weight", {"weight": torch.zeros(0, D)}),
         ("logit_scale", {"logit_scale": 0.0}),
         ("max_workspace_bytes", {"max_workspace_bytes": 0}),
+        ("weight", {"weight": stored(V), "ids": ids(N, 3)}),
+        ("weight", {"weight": stored(V, "meta")}),
+        ("weight", {"weight": quantize(draw(V, D), "int8_w8a8")}),
         *BAD_LORA,
         *BAD_SCORES,
     ],
@@ -226,6 +229,8 @@ REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
         ("seed", {"seed": 0}),
         ("vocab_size", {"vocab_size": V + 1}),
         ("lora", {"lora": LoRA(leaf(2, D), draw(V, 2))}),
+        ("weight", {"weight": quantize(draw(V, D + 1), "int8_channel")}),
+        ("weight", {"weight": quantize(draw(V, D), "int8_w8a8")}),
         *BAD_LORA,
     ],
     "verify": lambda: [
@@ -263,6 +268,7 @@ REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
         ("advantages", {"advantages": torch.zeros(B + 1)}),
         ("kl_coef", {"kl_coef": 0.1}),
         ("old_logprob", {"old_logprob": leaf(B, T)}),
+        ("weight", {"weight": stored(V)}),
         *BAD_LORA,
     ],
     "dequantize": lambda: [("dtype", {"dtype": dtype}) for dtype in (torch.float64, torch.int8)],

@@ -311,7 +311,7 @@ class _LinearLogprobFunction(Protocol[_R_co]):
     def __call__(
         self,
         hidden: Tensor,
-        weight: Tensor,
+        weight: Tensor | QuantTensor,
         ids: Tensor,
         *,
         bias: Tensor | None = None,
@@ -388,7 +388,7 @@ class _LmHeadSampleFunction(Protocol[_R_co]):
     def __call__(
         self,
         hidden: Tensor,
-        weight: Tensor,
+        weight: Tensor | QuantTensor,
         *,
         temperature: float | Tensor = 1.0,
         top_k: int | Tensor | None = None,

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
+from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_core.spec.form import (
     BATCH_INVARIANT,
     CAPTURABLE,
@@ -36,7 +37,7 @@ from rlkernel_core.spec.form import (
     OpSpec,
 )
 from rlkernel_core.spec.linear_logprob_clauses import CLAUSES, TOLERANCES
-from rlkernel_core.spec.listed_ids import MANY_IDS, check_ids, check_one_id, many_ids
+from rlkernel_core.spec.listed_ids import MANY_IDS, check_ids, check_one_id, ids_per_row, many_ids
 from rlkernel_core.spec.logprob import LSE, LogprobResult, Support, check_support, check_temperature
 from rlkernel_core.spec.qmatmul import LoRA, check_lora
 
@@ -55,7 +56,9 @@ class LinearLogprobCall(OpCall[LogprobResult]):
 
     Args:
         hidden: [..., D] bf16, fp16 or fp32 (float64 on backends that claim it); any strides; never written to.
-        weight: [V, D], the output head. Another dtype than that of hidden where `mixed_dtypes` is claimed.
+        weight: [V, D], the output head. Another dtype than that of hidden where `mixed_dtypes` is claimed. Where
+            `quantized` is, a QuantTensor, for one id per row alone: frozen, and the law is that of
+            `dequantize(weight, dtype=torch.float32)`, of which no more than tiles exist.
         ids: [...] integer, as in logprob: anything in masked rows; out of range gives NaN and `invalid`. Or [..., K],
             several ids of each row, of which -1 is padding: one pass over the vocabulary, and K rows of the head more.
         bias: [V], added before everything else. A bias of -inf forbids an id, e.g. one that pads the vocabulary.
@@ -85,11 +88,12 @@ class LinearLogprobCall(OpCall[LogprobResult]):
 
     Raises:
         ArgumentError: wrong rank, sizes, device, dtype, temperature <= 0, a temperature that requires a gradient, a
-            support beside several ids per row, or a workspace below the minimum, which the message names.
+            support or a quantized weight beside several ids per row, a format that quantizes hidden states, or a
+            workspace below the minimum, which the message names.
     """
 
     hidden: Tensor
-    weight: Tensor
+    weight: Tensor | QuantTensor
     ids: Tensor
     _: KW_ONLY
     bias: Tensor | None = None
@@ -111,15 +115,13 @@ def check(call: LinearLogprobCall) -> None:
     checks.tensor("hidden", hidden, kind="floating")
     if hidden.dim() < 1 or hidden.shape[-1] < 1:
         raise ArgumentError("hidden", checks.describe(hidden), "needs a last dimension D >= 1", "Pass [..., D].")
-    rows, D = hidden.shape[:-1], hidden.shape[-1]
-    checks.tensor("weight", weight, ndim=2, kind="floating")
-    if weight.shape[1] != D or weight.shape[0] < 1:
-        raise ArgumentError(
-            "weight", checks.describe(weight), f"must be [V, {D}], V >= 1, for this hidden", "Pass lm_head.weight."
-        )
-    checks.same_device("weight", weight, hidden, "hidden")
+    rows = hidden.shape[:-1]
+    check_head(weight, hidden)
     beside: Any = {"beside": hidden, "where": "hidden"}
     check_ids(ids, rows, hidden, "hidden")
+    if isinstance(weight, QuantTensor) and ids_per_row(ids, hidden) is not None:
+        text = "goes with one id per row alone"
+        raise ArgumentError("weight", checks.describe(weight), text, "Pass dequantize(weight), or ids of [...].")
     checks.aligned("bias", bias, weight.shape[:1], "weight without its last dimension", kind="floating", **beside)
     if call.lora is not None:
         check_lora(call.lora, weight.shape, hidden, "hidden")
@@ -138,14 +140,37 @@ def check(call: LinearLogprobCall) -> None:
     checks.process_group("group", call.group)
 
 
+def check_head(weight: Any, hidden: Tensor) -> None:
+    """Checks of an output head [V, D], stored or quantized, beside hidden [..., D]."""
+    D = hidden.shape[-1]
+    if isinstance(weight, QuantTensor):
+        if weight.spec.act != "none":
+            text = "quantizes hidden states too, which no head does"
+            raise ArgumentError("weight", str(weight.spec), text, "Quantize it to a format without act.")
+    else:
+        checks.tensor("weight", weight, ndim=2, kind="floating")
+    if weight.shape[1] != D or weight.shape[0] < 1:
+        raise ArgumentError(
+            "weight", checks.describe(weight), f"must be [V, {D}], V >= 1, for this hidden", "Pass lm_head.weight."
+        )
+    checks.same_device("weight", weight, hidden, "hidden")
+
+
 def needed(call: Any) -> dict[str, object]:
     """Feature -> whether operators on a head and with a temperature need it, where no argument's name says so."""
     return {"per_row_temperature": checks.is_tensor(call.temperature), **mixed_dtypes(call)}
 
 
 def mixed_dtypes(call: Any) -> dict[str, object]:
-    """Whether the head has another dtype than the hidden states."""
+    """Whether the head is stored in another dtype than the hidden states."""
+    if isinstance(call.weight, QuantTensor):
+        return {"mixed_dtypes": False}
     return {"mixed_dtypes": getattr(call.weight, "dtype", None) != getattr(call.hidden, "dtype", None)}
+
+
+def quantized(call: Any) -> dict[str, object]:
+    """Whether the head is quantized."""
+    return {"quantized": isinstance(call.weight, QuantTensor)}
 
 
 def _sizes(call: LinearLogprobCall) -> dict[str, int]:
@@ -162,7 +187,7 @@ SPEC = OpSpec(
     optional=("lse",),
     check=check,
     sizes=_sizes,
-    needed=lambda call: {**needed(call), **many_ids(call.ids, call.hidden)},
+    needed=lambda call: {**needed(call), **quantized(call), **many_ids(call.ids, call.hidden)},
     features=(
         GRAD,
         DETERMINISTIC,
@@ -172,6 +197,7 @@ SPEC = OpSpec(
         MANY_IDS,
         Feature("per_row_temperature", "temperature as a tensor, one per row"),
         Feature("mixed_dtypes", "weight of another dtype than hidden"),
+        Feature("quantized", "a quantized head, of which no more than tiles are dequantized"),
         Feature("bias", "a bias per vocabulary entry, with its gradient"),
         Feature("lora", "a low-rank addition to the head that is not merged, with its gradients"),
         Feature("softcap", "logit soft-capping"),

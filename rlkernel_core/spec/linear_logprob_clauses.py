@@ -198,6 +198,13 @@ CLAUSES: Final = (
         "lora",
     ),
     Clause("LL-38", "LoRA is live", "A and B written in place are seen by the next call", "law", "lora"),
+    Clause(
+        "LL-39",
+        "quantized head",
+        "results and dX are those of dequantize(weight) in fp32, not rounded to the dtype of hidden, beside LoRA too",
+        "accuracy",
+        "quantized",
+    ),
 )
 TOLERANCES: Final = (
     Tolerance("logprob", "float32", 1e-4, 1e-5, "fp32 accumulation over D <= 4096, logits up to 30"),

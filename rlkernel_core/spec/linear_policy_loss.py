@@ -89,6 +89,7 @@ def configure(call: LinearPolicyLossCall) -> LossConfig:
 
 def check(call: LinearPolicyLossCall) -> None:
     """Checks shared by all implementations; reads no value off the device."""
+    checks.tensor("weight", call.weight, ndim=2, kind="floating")  # none is quantized
     head.check(head.LinearLogprobCall.of(call))
     checks.shape("ids", call.ids, call.hidden.shape[:-1], "hidden without its last dimension")  # a token has one id
     policy_checks.check_tensors(call, configure(call), call.ids, name="ids")

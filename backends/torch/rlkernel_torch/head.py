@@ -21,6 +21,10 @@ from torch.nn.functional import pad
 from rlkernel_common.precision import full_precision
 from rlkernel_common.row_statistics import tile_width
 from rlkernel_common.row_views import take
+from rlkernel_core.errors import RLKernelError
+from rlkernel_core.quant import layouts
+from rlkernel_core.quant.convert import decode_rows
+from rlkernel_core.quant.tensor import QuantTensor, check_layout
 from rlkernel_core.spec.qmatmul import LoRA
 
 ROWS = 64  # rows of a block: the smallest at which a CPU matmul of [R, D] x [D, 1024] runs near full speed
@@ -29,11 +33,23 @@ ROWS = 64  # rows of a block: the smallest at which a CPU matmul of [R, D] x [D,
 COLUMNS = 16  # below so many, a row's place shows in its bits (seen at 2, 3 and 7 columns, not at 16)
 
 
+def readable_head(weight: Tensor | QuantTensor) -> Tensor | QuantTensor:
+    """A head as `Head` reads it: a quantized one is unpacked.
+
+    Raises:
+        LayoutError: it is packed for another implementation.
+    """
+    if isinstance(weight, Tensor):
+        return weight
+    check_layout("weight", weight, layouts.KNOWN)
+    return layouts.unpack(weight)
+
+
 class Head(NamedTuple):
     """The operands of the logits; operands are brought to the accumulator's type block by block."""
 
     hidden: Tensor  # [N, D], or [..., D] of any layout
-    weight: Tensor  # [V, D]
+    weight: Tensor | QuantTensor  # [V, D]; a quantized one is canonical
     bias: Tensor | None  # [V]
     scale: float
     active: Tensor | None  # [n] rows that are worked on, ascending; None: all
@@ -41,6 +57,7 @@ class Head(NamedTuple):
     dtype: torch.dtype  # of all arithmetic
     piece: int | None = None  # ids after which a tile begins anew; None: nowhere
     lora: LoRA | None = None  # its B is this head's: [V, r]
+    vocab: int | None = None  # V, where weight, bias and B have more rows
 
     @property
     def D(self) -> int:  # noqa: N802  as in the legend
@@ -67,7 +84,8 @@ class Head(NamedTuple):
 
     def tiles(self) -> Iterator[slice]:
         """Tiles of the vocabulary."""
-        V, w = self.weight.shape[0], tile_width(self.weight.shape[0])
+        V = self.vocab or self.weight.shape[0]
+        w = tile_width(V)
         piece = V if self.piece is None else self.piece
         begins = ((v, min(v + piece, V)) for v in range(0, V, piece))
         return (slice(v, min(v + w, end)) for begin, end in begins for v in range(begin, end, w))
@@ -85,9 +103,15 @@ class Head(NamedTuple):
 
     def tile(self, ids: slice | Tensor) -> Tensor:
         """[w, D + r] of weight, and of B."""
+        if isinstance(self.weight, Tensor):
+            rows = self.weight[ids]
+        elif isinstance(ids, slice):
+            rows = decode_rows(self.weight, ids.start, ids.stop)
+        else:
+            raise RLKernelError("a quantized head is decoded by ranges of its rows")
         if self.lora is None:
-            return self.weight[ids].to(self.dtype).contiguous()
-        return torch.cat((self.weight[ids].to(self.dtype), self.lora.B[ids].to(self.dtype)), 1)
+            return rows.to(self.dtype).contiguous()
+        return torch.cat((rows.to(self.dtype), self.lora.B[ids].to(self.dtype)), 1)
 
     def to_hidden(self, dx: Tensor) -> Tensor:
         """[R, D] gradient of hidden, from that of a block [R, D + r]."""

@@ -41,12 +41,13 @@ from rlkernel_common.row_statistics import (
 from rlkernel_common.row_views import free_rows, shaped
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
+from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
 from rlkernel_core.spec.listed_ids import ids_per_row
 from rlkernel_core.spec.logprob import LogprobResult, Support
 from rlkernel_core.spec.qmatmul import LoRA
-from rlkernel_torch.head import ROWS, Head, add_product
+from rlkernel_torch.head import ROWS, Head, add_product, readable_head
 from rlkernel_torch.linear_logprob_workspace import mode
 
 
@@ -72,6 +73,7 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
         super().__init__(call)
         self._T = call.temperature if isinstance(call.temperature, float | int) else None
         self._softcap, self._scale, self._group = call.softcap, call.logit_scale, call.group
+        self._quantized = None if isinstance(call.weight, Tensor) else call.weight.flatten()[1]
         self._lora_scale = 0.0 if call.lora is None else call.lora.scale
         self._rows = call.hidden.shape[:-1]
         self._save = mode(call) == "save"
@@ -79,7 +81,7 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
     @classmethod
     def inputs(cls, call: LinearLogprobCall) -> Saved:
         """Hidden states, weight, bias, and A and B of LoRA."""
-        return call.hidden, call.weight, call.bias, *matrices(call)
+        return call.hidden, stored(call.weight), call.bias, *matrices(call)
 
     def forward(self, call: LinearLogprobCall) -> tuple[LogprobResult, Saved]:
         """The result, and the law of every row; with "save" its logits."""
@@ -88,8 +90,11 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
     def backward(self, saved: Saved, grads: Saved) -> Saved:
         """One read of the logits for dX and dA, one for dW, dbias and dB."""
         hidden, weight, bias, A, B, mask, each_T, kept_ids, offsets, ids, first, logits, *numbers = saved
-        value, top, log_total, mean, kept_top, kept_log_total, many, many_y = numbers
-        if hidden is None or weight is None or ids is None or value is None or top is None or log_total is None:
+        value, top, log_total, mean, kept_top, kept_log_total, many, many_y, *parts = numbers
+        head_weight: Tensor | QuantTensor | None = weight
+        if self._quantized is not None:
+            head_weight = readable_head(QuantTensor.unflatten(parts, self._quantized))  # type: ignore[arg-type]  # all are there
+        if hidden is None or head_weight is None or ids is None or value is None or top is None or log_total is None:
             raise RLKernelError("linear_logprob: its backward pass got less than its forward pass saved")
         row = SoftmaxStats(value, value, None, None, top, log_total, mean, kept_top, kept_log_total)  # lse is unread
         T = temperatures(each_T if self._T is None else self._T, self._rows, value.dtype, value.device)  # type: ignore[arg-type]
@@ -105,13 +110,13 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
         offset = 0 if first is None else first
         kept = None
         if kept_ids is not None and offsets is not None:  # which of them lie outside was told in the forward pass
-            support, V = Support(kept_ids, offsets), weight.shape[0]
+            support, V = Support(kept_ids, offsets), head_weight.shape[0]
             kept = KeptIds(support, V, positions(index, self._rows.numel()), offset)
         upstream, listed = selected(tuple(up), ids, counted), None
         if each is not None and many is not None and many_y is not None:
             listed = many - offset, listed_ids.gradient_at(many, many_y, ids, T, row, each, upstream)
         lora = None if A is None or B is None else LoRA(A, B, self._lora_scale)
-        head = Head(free_rows(hidden), weight, bias, self._scale, index, counted, T.dtype, lora=lora)
+        head = Head(free_rows(hidden), head_weight, bias, self._scale, index, counted, T.dtype, lora=lora)
         back = _Back(
             head=head,
             ids=ids - offset,
@@ -138,15 +143,25 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
         logits = like.new_empty(N, call.weight.shape[0]) if mode(call) == "save" else None
         there = (True, True, True, call.entropy, *[call.support is not None] * 2)
         listed = (None, None) if K is None else (ids.new_empty((N, K)), like.new_empty((N, K)))
-        return *_arguments(call), ids, first, logits, *[like.new_empty(N) if x else None for x in there], *listed
+        row = [like.new_empty(N) if x else None for x in there]
+        return *_arguments(call), ids, first, logits, *row, *listed, *_parts(call.weight)
 
 
 def _arguments(call: LinearLogprobCall) -> Saved:
     """The tensors of a call that its gradient reads again."""
     support, T = call.support, call.temperature
     kept = (None, None) if support is None else (support.ids, support.offsets)
-    given = call.hidden, call.weight, call.bias, *matrices(call)
+    given = call.hidden, stored(call.weight), call.bias, *matrices(call)
     return *given, call.mask, T if isinstance(T, Tensor) else None, *kept
+
+
+def stored(weight: Tensor | QuantTensor) -> Tensor | None:
+    """A head that is a tensor; None for a quantized one."""
+    return weight if isinstance(weight, Tensor) else None
+
+
+def _parts(weight: Tensor | QuantTensor) -> list[Tensor]:
+    return [] if isinstance(weight, Tensor) else weight.flatten()[0]
 
 
 def matrices(call: LinearLogprobCall | LinearPolicyLossCall) -> tuple[Tensor | None, Tensor | None]:
@@ -182,9 +197,8 @@ def _forward(call: LinearLogprobCall, *, save: bool) -> tuple[LogprobResult, Sav
     mask = None if call.mask is None else call.mask.reshape(-1)
     index, counted = _worked_on(mask)
     count, piece = vocab_parallel.pieces(V, 1 if call.group is None else call.group.size())
-    head = Head(
-        free_rows(call.hidden), call.weight, call.bias, call.logit_scale, index, counted, dtype, piece, call.lora
-    )
+    x, weight = free_rows(call.hidden), readable_head(call.weight)
+    head = Head(x, weight, call.bias, call.logit_scale, index, counted, dtype, piece, call.lora)
     listed, y = None, None
     if K is None:
         every_kept = None if call.support is None else KeptIds(call.support, shard.V)
@@ -215,7 +229,8 @@ def _forward(call: LinearLogprobCall, *, save: bool) -> tuple[LogprobResult, Sav
     law_rows = (row.logprob, row.top, row.log_total, row.mean, row.kept_top, row.kept_log_total)
     first = shard.offset if isinstance(shard.offset, Tensor) else None
     of_rows = _everywhere(law_rows, index, N)
-    return result, (*_arguments(call), chosen.ids, first, saved, *of_rows, None if listed is None else listed.ids, y)
+    of_list = None if listed is None else listed.ids
+    return result, (*_arguments(call), chosen.ids, first, saved, *of_rows, of_list, y, *_parts(call.weight))
 
 
 def _at(head: Head, ids: Tensor, shard: vocab_parallel.Shard) -> Tensor:

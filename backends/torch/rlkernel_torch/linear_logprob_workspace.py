@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import math
 
+from torch import Tensor
+
 from rlkernel_common.row_statistics import accumulator, tile_width
 from rlkernel_core.errors import ArgumentError
+from rlkernel_core.quant.codec import ALIGN
 from rlkernel_core.spec.linear_logprob import PIECES, LinearLogprobCall
 from rlkernel_core.spec.listed_ids import ids_per_row
 from rlkernel_torch.head import ROWS
 
 
 def workspace(
-    backward: str, N: int, D: int, V: int, itemsize: int = 4, nnz: int = 0, ranks: int = 1, K: int = 0, r: int = 0
+    backward: str, N: int, D: int, V: int, itemsize: int = 4, nnz: int = 0, ranks: int = 1, K: int = 0, r: int = 0,
+    quantized: bool = False,
 ) -> int:  # fmt: skip
     """Most extra bytes of a call, beyond its results and gradients.
 
@@ -32,11 +36,13 @@ def workspace(
         ranks: of the group.
         K: ids per row; 0 where a row has one that is not listed.
         r: rank of the low-rank addition; 0 where there is none.
+        quantized: the weight is, and a tile of it is decoded.
     """
     w = tile_width(V)
     operands = 3 * (ROWS + w) * (D + r)
     if r:  # A twice and its gradient; operands before they are joined
         operands += 3 * r * D + 2 * (ROWS + w) * (D + r)
+    operands += 6 * (w + ALIGN) * D if quantized else 0
     logits = ROWS * (16 * w + 16 * -(-V // w))
     saved = N * V if backward == "save" else 0
     rows = 8 * (16 + 8 * max(ranks, PIECES) + 16 * K) * (N + ROWS)
@@ -58,7 +64,8 @@ def mode(call: LinearLogprobCall) -> str:
     (V, D), K = call.weight.shape, ids_per_row(call.ids, call.hidden) or 0
     r = 0 if call.lora is None else call.lora.A.shape[0]
     for found in ("save", "recompute") if backward == "auto" else (backward,):
-        least = workspace(found, math.prod(call.hidden.shape[:-1]), D, V, itemsize, nnz, ranks, K, r)
+        N, stored = math.prod(call.hidden.shape[:-1]), isinstance(call.weight, Tensor)
+        least = workspace(found, N, D, V, itemsize, nnz, ranks, K, r, quantized=not stored)
         if least <= limit:
             return found
     remedy = f"Pass at least {least}" + (", or backward='recompute'." if backward == "save" else ", or None.")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.call_checks import leaves
+from rlkernel_conformance.clauses import quantized_heads
 from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.clauses.lm_heads import SCALE, Heads, Largest, Operands, as_defined, heads
 from rlkernel_conformance.clauses.sample.cases import same_draws
@@ -23,6 +24,8 @@ from rlkernel_conformance.sampling_batches import Batch, to
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_core.spec.sampling import SampleResult, Status, TokenLists
+
+__all__ = ["quantized_heads"]  # whose attacks are registered with these
 
 
 @attack("LH-01", heads, scale=SCALE, examples=(Heads(0),))

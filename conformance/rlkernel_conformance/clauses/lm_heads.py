@@ -95,11 +95,12 @@ class Heads:
         return orders[filtered % len(orders)], ties[filtered // 3 % len(ties)], streams[self.seed % len(streams)]
 
     def operands(self, subject: Subject, **head: Any) -> Operands:
-        """The call, with `head` among its arguments: bias [V], lora, logit_scale, softcap."""
+        """The call, with `head` among its arguments: bias [V], lora, logit_scale, softcap, weight [V, D]."""
         g = torch.Generator().manual_seed(self.seed)
         kind = getattr(torch, self.dtype)
         hidden = (torch.randn(self.N, self.D, generator=g, dtype=torch.float64) * 1.5).to(kind)
         weight = torch.randn(self.V, self.D, generator=g, dtype=torch.float64).to(kind)
+        weight = head.get("weight", weight)
         order, tie, stream = self.ways(subject, plainly=not head)
         if tie == "keep_all":  # products and sums that no order of summation rounds, many of them equal
             hidden, weight = (torch.round(4 * t) / 4 for t in (hidden, weight))

@@ -22,6 +22,7 @@ from rlkernel_conformance.mutants.logprob import (
     support_ignored,
     temperature_twice,
 )
+from rlkernel_core.quant import QuantTensor, dequantize
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.logprob import LogprobResult
 from rlkernel_core.spec.qmatmul import LoRA
@@ -107,6 +108,10 @@ def merges_once(right: Run, call: LinearLogprobCall) -> LogprobResult:
 def adapter_in_the_dtype_of_hidden(call: LinearLogprobCall) -> LoRA | None:
     lora, kind = call.lora, call.hidden.dtype
     return lora if lora is None or lora.requires_grad else replace(lora, A=lora.A.to(kind), B=lora.B.to(kind))
+
+
+def decoded_to_16_bits(weight: Any) -> Any:
+    return dequantize(weight, dtype=torch.bfloat16).float() if isinstance(weight, QuantTensor) else weight
 
 
 def factor_detached(call: Any) -> LoRA | None:
@@ -217,6 +222,9 @@ BUGS: Final = {
         "LL-36", "adapters of 32 bits rounded to the dtype of hidden", plant.given(lora=adapter_in_the_dtype_of_hidden)
     ),
     "factor_detached": Bug("LL-37", "no gradient reaches A", plant.given(lora=factor_detached)),
+    "quantized_head_rounded": Bug(
+        "LL-39", "a quantized head decoded to 16 bits", plant.maps(weight=decoded_to_16_bits)
+    ),
     "merges_once": Bug("LL-38", "an adapter merged when it is first seen", merges_once),
     **OF_A_HEAD,
 }

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlkernel_conformance.mutants import plant
 from rlkernel_conformance.mutants.bug import Bug, Run
+from rlkernel_conformance.mutants.linear_logprob import decoded_to_16_bits
 from rlkernel_conformance.mutants.sample import FILTERS, draws_anew, with_status
 from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
 from rlkernel_core.spec.sample import SampleCall
@@ -151,6 +152,9 @@ BUGS: Final = {
         "LH-23",
         "an adapter added after the scale",
         plant.given(lora=lambda c: c.lora and replace(c.lora, scale=c.lora.scale / c.logit_scale)),
+    ),
+    "quantized_head_rounded": Bug(
+        "LH-24", "a quantized head decoded to 16 bits", plant.maps(weight=decoded_to_16_bits)
     ),
     "asks_the_host": plant.reads_a_value("LH-17", lambda c: c.hidden),
 }
