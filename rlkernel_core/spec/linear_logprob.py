@@ -156,6 +156,19 @@ def check_head(weight: Any, hidden: Tensor) -> None:
     checks.same_device("weight", weight, hidden, "hidden")
 
 
+def stored_head(call: Any) -> Tensor:
+    """The head of a call to an implementation that does not claim `quantized`.
+
+    Raises:
+        ArgumentError: it is quantized.
+    """
+    weight: Tensor | QuantTensor = call.weight
+    if isinstance(weight, QuantTensor):
+        text = "is quantized, which this implementation does not claim"
+        raise ArgumentError("weight", checks.describe(weight), text, "Pass dequantize(weight).")
+    return weight
+
+
 def needed(call: Any) -> dict[str, object]:
     """Feature -> whether operators on a head and with a temperature need it, where no argument's name says so."""
     return {"per_row_temperature": checks.is_tensor(call.temperature), **mixed_dtypes(call)}

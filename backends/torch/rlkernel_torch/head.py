@@ -33,6 +33,11 @@ ROWS = 64  # rows of a block: the smallest at which a CPU matmul of [R, D] x [D,
 COLUMNS = 16  # below so many, a row's place shows in its bits (seen at 2, 3 and 7 columns, not at 16)
 
 
+def stored(weight: Tensor | QuantTensor) -> Tensor | None:
+    """A head that is a tensor; None for a quantized one."""
+    return weight if isinstance(weight, Tensor) else None
+
+
 def readable_head(weight: Tensor | QuantTensor) -> Tensor | QuantTensor:
     """A head as `Head` reads it: a quantized one is unpacked.
 

@@ -47,7 +47,7 @@ from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
 from rlkernel_core.spec.listed_ids import ids_per_row
 from rlkernel_core.spec.logprob import LogprobResult, Support
 from rlkernel_core.spec.qmatmul import LoRA
-from rlkernel_torch.head import ROWS, Head, add_product, readable_head
+from rlkernel_torch.head import ROWS, Head, add_product, readable_head, stored
 from rlkernel_torch.linear_logprob_workspace import mode
 
 
@@ -155,11 +155,6 @@ def _arguments(call: LinearLogprobCall) -> Saved:
     return *given, call.mask, T if isinstance(T, Tensor) else None, *kept
 
 
-def stored(weight: Tensor | QuantTensor) -> Tensor | None:
-    """A head that is a tensor; None for a quantized one."""
-    return weight if isinstance(weight, Tensor) else None
-
-
 def _parts(weight: Tensor | QuantTensor) -> list[Tensor]:
     return [] if isinstance(weight, Tensor) else weight.flatten()[0]
 
@@ -192,7 +187,7 @@ def _forward(call: LinearLogprobCall, *, save: bool) -> tuple[LogprobResult, Sav
     """The result, and what the gradient reads."""
     rows, (V, D), K = call.hidden.shape[:-1], call.weight.shape, ids_per_row(call.ids, call.hidden)
     N = rows.numel()
-    dtype = accumulator(call.hidden, call.weight, call.bias)
+    dtype = accumulator(call.hidden, stored(call.weight), call.bias)
     shard = vocab_parallel.locate(call.group, V, N, D, call.hidden.device)
     mask = None if call.mask is None else call.mask.reshape(-1)
     index, counted = _worked_on(mask)
@@ -337,7 +332,11 @@ class _Back(NamedTuple):
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """[V, D], [V] and [V, r], each only where wanted."""
         head, D = self.head, self.head.D
-        wanted = (head.weight, of_weight), (head.bias, of_bias), (None if head.lora is None else head.lora.B, of_lora)
+        wanted = (
+            (stored(head.weight), of_weight),
+            (head.bias, of_bias),
+            (None if head.lora is None else head.lora.B, of_lora),
+        )
         d_weight, d_bias, d_lora = [
             torch.empty_like(x, memory_format=torch.contiguous_format) if wants and x is not None else None
             for x, wants in wanted

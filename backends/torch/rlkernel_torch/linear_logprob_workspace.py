@@ -14,7 +14,7 @@ from rlkernel_core.errors import ArgumentError
 from rlkernel_core.quant.codec import ALIGN
 from rlkernel_core.spec.linear_logprob import PIECES, LinearLogprobCall
 from rlkernel_core.spec.listed_ids import ids_per_row
-from rlkernel_torch.head import ROWS
+from rlkernel_torch.head import ROWS, stored
 
 
 def workspace(
@@ -60,12 +60,12 @@ def mode(call: LinearLogprobCall) -> str:
         return "recompute" if backward == "auto" else backward
     nnz = 0 if call.support is None else call.support.ids.shape[0]
     ranks = 1 if call.group is None else call.group.size()
-    itemsize = accumulator(call.hidden, call.weight, call.bias).itemsize
+    itemsize = accumulator(call.hidden, stored(call.weight), call.bias).itemsize
     (V, D), K = call.weight.shape, ids_per_row(call.ids, call.hidden) or 0
     r = 0 if call.lora is None else call.lora.A.shape[0]
     for found in ("save", "recompute") if backward == "auto" else (backward,):
-        N, stored = math.prod(call.hidden.shape[:-1]), isinstance(call.weight, Tensor)
-        least = workspace(found, N, D, V, itemsize, nnz, ranks, K, r, quantized=not stored)
+        N, quantized = math.prod(call.hidden.shape[:-1]), not isinstance(call.weight, Tensor)
+        least = workspace(found, N, D, V, itemsize, nnz, ranks, K, r, quantized=quantized)
         if least <= limit:
             return found
     remedy = f"Pass at least {least}" + (", or backward='recompute'." if backward == "save" else ", or None.")

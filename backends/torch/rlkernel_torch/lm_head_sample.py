@@ -17,7 +17,7 @@ from rlkernel_common.row_statistics import accumulator, cap
 from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_core.spec.sampling import SampleResult
-from rlkernel_torch.head import Head, readable_head
+from rlkernel_torch.head import Head, readable_head, stored
 from rlkernel_torch.running_draw import RunningDraw
 from rlkernel_torch.sample import sample
 
@@ -26,7 +26,7 @@ def lm_head_sample(call: LmHeadSampleCall) -> SampleResult:
     """Draw one token per row: rlkernel_core.spec.lm_head_sample.LmHeadSampleCall is the contract."""
     hidden, weight, bias = call.hidden, call.weight, call.bias
     V = call.vocab_size or weight.shape[0]
-    dtype = accumulator(hidden, weight, bias)
+    dtype = accumulator(hidden, stored(weight), bias)
     head = Head(
         hidden, readable_head(weight), bias, call.logit_scale, None, None, dtype, lora=call.lora, vocab=V
     )  # fmt: skip

@@ -12,6 +12,7 @@ from rlkernel_conformance.mutants import plant
 from rlkernel_conformance.mutants.bug import Bug, Run
 from rlkernel_conformance.mutants.linear_logprob import decoded_to_16_bits
 from rlkernel_conformance.mutants.sample import FILTERS, draws_anew, with_status
+from rlkernel_core.spec.linear_logprob import stored_head
 from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_core.spec.sampling import LogitBias, SampleResult, Status
@@ -24,7 +25,7 @@ def logits_of(call: LmHeadSampleCall) -> Tensor:
     """[N, V] all logits, made at once."""
     V = call.vocab_size or call.weight.shape[0]
     dtype = torch.promote_types(call.hidden.dtype, torch.float32)
-    logits = call.hidden.to(dtype) @ call.weight[:V].to(dtype).T
+    logits = call.hidden.to(dtype) @ stored_head(call)[:V].to(dtype).T
     if call.bias is not None:
         logits = logits + call.bias[:V]
     logits = logits * call.logit_scale

@@ -20,7 +20,7 @@ from rlkernel_common import vocab_parallel
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
 from rlkernel_core.spec.form import filled
-from rlkernel_core.spec.linear_logprob import LinearLogprobCall
+from rlkernel_core.spec.linear_logprob import LinearLogprobCall, stored_head
 from rlkernel_core.spec.listed_ids import ids_per_row
 from rlkernel_core.spec.logprob import LogprobResult
 from rlkernel_core.spec.qmatmul import LoRA
@@ -49,7 +49,7 @@ def workspace(call: LinearLogprobCall) -> int:
 
 def _size(call: LinearLogprobCall) -> memory.Size:
     """What the memory of a call depends on."""
-    hidden, weight, (V, D), K = call.hidden, call.weight, call.weight.shape, ids_per_row(call.ids, call.hidden)
+    hidden, weight, (V, D), K = call.hidden, stored_head(call), call.weight.shape, ids_per_row(call.ids, call.hidden)
     item = max(x.element_size() for x in (hidden, weight))
     ranks = 1 if call.group is None else call.group.size()
     pieces, piece = vocab_parallel.pieces(V, ranks)
@@ -87,7 +87,7 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
     @classmethod
     def inputs(cls, call: LinearLogprobCall) -> Saved:
         """Hidden states, weight, bias, and A and B of LoRA."""
-        return call.hidden, call.weight, call.bias, *matrices(call)
+        return call.hidden, stored_head(call), call.bias, *matrices(call)
 
     def forward(self, call: LinearLogprobCall) -> tuple[LogprobResult, Saved]:
         """Three launches for each block of rows, and with "save" the logits."""
@@ -97,7 +97,7 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
         order, kept = of.order or (None, None), of.rows.kept or (None, None)
         ids, chosen, invalid, y = (ids, None, result.invalid, None) if many is None else many
         return result, (
-            call.hidden, call.weight, call.bias, *matrices(call), T, ids, invalid, *order, *kept, row_stats,
+            call.hidden, stored_head(call), call.bias, *matrices(call), T, ids, invalid, *order, *kept, row_stats,
             stats.logits, stats.tile_max, chosen, y,
         )  # fmt: skip
 
@@ -120,10 +120,10 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
         if call.mask is not None:
             order = ids.new_empty(N, dtype=torch.int64), ids.new_empty(1, dtype=torch.int64)
         if _cut(call).save:
-            kind = saved_dtype(call.hidden, call.weight)
+            kind = saved_dtype(call.hidden, stored_head(call))
             logits = ids.new_empty((N, V), dtype=kind), ids.new_empty((N, _size(call).tiles), dtype=torch.float32)
         return (
-            call.hidden, call.weight, call.bias, *matrices(call), T if isinstance(T, Tensor) else None,
+            call.hidden, stored_head(call), call.bias, *matrices(call), T if isinstance(T, Tensor) else None,
             ids if call.group is None else ids.new_empty(N * (K or 1), dtype=torch.int64), invalid, *order,
             *((None, None) if call.support is None else bitmask_like(call.support, V)),
             ids.new_empty((SAVED_PLANES * B, *rest), dtype=torch.float32), *logits, *many,
@@ -142,7 +142,7 @@ class _Host:
         pieces = vocab_parallel.pieces(V, ranks)
         rows = RowShape(N, V, T, call.softcap, call.mask is not None, row_bytes)
         self.head = Head(
-            launcher, call.hidden, call.weight, rows, bias=call.bias is not None, lora=call.lora,
+            launcher, call.hidden, stored_head(call), rows, bias=call.bias is not None, lora=call.lora,
             scale=float(call.logit_scale), moment=call.entropy, plan=cut._replace(save=cut.save and keep),
             pieces=pieces,
         )  # fmt: skip
@@ -186,11 +186,11 @@ class _Host:
         inner = None if self._inner is None or lora is None else self._inner(call.hidden, lora)
         if several is not None:
             here, low_rank = several.local(listed, offset), (inner, None if lora is None else lora.B)
-            y = several.logits(call.hidden, call.weight, bias, low_rank, here, mask)
+            y = several.logits(call.hidden, stored_head(call), bias, low_rank, here, mask)
             ids = several.rows.chosen(listed, mask, y)
         local = ids if offset is None else ids - offset
         inner = inner if inner is None or order is None else inner[order.index]
-        of = Operands(call.hidden, call.weight, bias, RowTensors(local, T, None, kept), order, lora, inner)
+        of = Operands(call.hidden, stored_head(call), bias, RowTensors(local, T, None, kept), order, lora, inner)
         stats = head.statistics(of, self._rest)
         every = stats.merged
         if group is not None:
@@ -252,4 +252,4 @@ def _cut(call: LinearLogprobCall) -> memory.Plan:
 
 
 def _tile(call: LinearLogprobCall) -> Tile:
-    return tile_of(call.hidden, call.weight, stats_kind(call.softcap, call.support is not None))
+    return tile_of(call.hidden, stored_head(call), stats_kind(call.softcap, call.support is not None))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlkernel_core.spec.linear_logprob import LinearLogprobCall
+from rlkernel_core.spec.linear_logprob import LinearLogprobCall, stored_head
 from rlkernel_triton.common.language import triton
 from rlkernel_triton.common.listed_rows import ListedRows, local_ids
 from rlkernel_triton.common.row_layout import layout_of
@@ -46,7 +46,7 @@ class SeveralIds:
         self._size, self._grid = (rows.N, K), (rows.N, triton.cdiv(K, BLOCK), 1)
         self._launch = launcher.bind(
             kernels.head_listed_logits, num_warps=WARPS, **layout._asdict(), K=K, D=D, V=V, scale=scale,
-            head_stride=call.weight.stride(0), head_step=call.weight.stride(1), softcap=rows.softcap or 0.0,
+            head_stride=stored_head(call).stride(0), head_step=stored_head(call).stride(1), softcap=rows.softcap or 0.0,
             **strides(call.lora), HAS_BIAS=call.bias is not None, HAS_MASK=rows.masked,
             HAS_CAP=rows.softcap is not None, BLOCK=BLOCK, BK=BK,
         )  # fmt: skip

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_common.requests import decode, edit
+from rlkernel_core.spec.linear_logprob import stored_head
 from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_core.spec.sampling import SampleResult
@@ -145,7 +146,7 @@ class _Head:
     """The logits of calls of one shape."""
 
     def __init__(self, launcher: Launcher, call: LmHeadSampleCall, V: int) -> None:
-        hidden, weight, bias = call.hidden, call.weight, call.bias
+        hidden, weight, bias = call.hidden, stored_head(call), call.bias
         self._launcher, self.V, (self.N, self.D), self.device = launcher, V, hidden.shape, hidden.device
         self._hidden_as_it_is = hidden.stride(1) == 1
         self._bias_as_it_is = bias is None or bias.is_contiguous()
@@ -174,7 +175,7 @@ class _Head:
         if self._tma:
             from triton.tools.tensor_descriptor import TensorDescriptor
 
-            tile, weight = self.tile, call.weight if self.V == call.weight.shape[0] else call.weight[: self.V]
+            tile, weight = self.tile, stored_head(call)[: self.V]
             tma = (
                 TensorDescriptor.from_tensor(hidden, [tile.BM, tile.BK]),
                 TensorDescriptor.from_tensor(weight, [tile.BN, tile.BK]),
@@ -182,7 +183,7 @@ class _Head:
         inner, factor, lora = None, None, call.lora
         if lora is not None and self._inner is not None:
             inner, factor = self._inner(hidden, lora), lora.B
-        return _Operands(hidden, call.weight, bias, tma, inner, factor)
+        return _Operands(hidden, stored_head(call), bias, tma, inner, factor)
 
     def logits(self, of: _Operands, first: int, width: int, out: Tensor | None = None, *, cap: bool = True) -> Tensor:
         """[N, width] fp32, written to `out` if it is given; without the softcap unless `cap`."""
