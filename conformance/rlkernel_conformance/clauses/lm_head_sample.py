@@ -360,7 +360,6 @@ def lora_adds_its_product(subject: Subject, case: Heads) -> None:
     kind = torch.float32 if case.seed % 3 else getattr(torch, case.dtype)
     lora = LoRA(*(torch.randn(*shape, generator=g).to(kind) for shape in ((r, case.D), (case.V, r))), scale=-0.3)
     more = {n: v for n, v in {"logit_scale": 0.5, "softcap": 3.0}.items() if n in subject.claims}
-    as_defined(subject, case.operands(subject, lora=lora))
     as_defined(subject, case.operands(subject, lora=lora, **more))
     lora.B.mul_(-1)
     as_defined(subject, case.operands(subject, lora=lora))
