@@ -41,8 +41,11 @@ def logprob() -> Changes:
     }
 
 
+LORA: Changes = {"lora": Change(rlk.LoRA(draw(2, D), draw(V, 2)))}
+
+
 def on_a_head() -> Changes:
-    return {"bias": Change(draw(V, seed=9)), "logit_scale": Change(0.5), "softcap": Change(2.0)}
+    return LORA | {"bias": Change(draw(V, seed=9)), "logit_scale": Change(0.5), "softcap": Change(2.0)}
 
 
 def linear_logprob() -> Changes:
@@ -182,7 +185,7 @@ def quantize() -> Changes:
 def qmatmul() -> Changes:
     return {
         "bias": Change(draw(V)),
-        "lora": Change(rlk.LoRA(draw(2, D), draw(V, 2))),
+        **LORA,
         "activation": Change("silu"),
         "residual": Change(draw(N, V)),
         "weight_rounding": Change("dtype", {"x": draw(N, D).bfloat16()}),

@@ -36,6 +36,9 @@ PER_ROW = torch.linspace(0.5, 2.0, N)
 GROUP_IDS = torch.tensor([7, 7, 3, 3, 3, 7])
 
 
+QUANTIZED_HEAD = {"weight": rlk.quantize(draw(V, D), "int4_g32")}
+
+
 def losses() -> list[Call]:
     """Every kind, every KL estimator, on policy."""
     required = {"dppo_kl": {"clip": (0.2, 0.2)}, "dppo_tv": {"clip": (0.2, 0.2)}, "dro": {"dro_beta": 0.1}}
@@ -73,7 +76,7 @@ def more(group: Any) -> Mapping[str, list[Call]]:
     divergences = [{"temperature": PER_ROW}, *({"kind": kind} for kind in DIVERGENCES)]
     return {
         "logprob": [{"temperature": PER_ROW}, {"validate": True}, {"ids": ids(N, 3)}, {"group": group}],
-        "linear_logprob": [*head, {"backward": "recompute"}, {"ids": ids(N, 3)}],
+        "linear_logprob": [*head, {"backward": "recompute"}, {"ids": ids(N, 3)}, QUANTIZED_HEAD],
         "policy_loss": [*losses(), {"process_group": group}],
         "divergence": divergences,
         "linear_divergence": [*divergences, {"backward": "save"}],
@@ -84,7 +87,7 @@ def more(group: Any) -> Mapping[str, list[Call]]:
             {"temperature": PER_ROW[:, None].expand(B, T)},
         ],
         "sample": [joint],
-        "lm_head_sample": [joint, head[1]],
+        "lm_head_sample": [joint, head[1], QUANTIZED_HEAD],
         "verify": [joint, {"top_k": torch.tensor([3, 5])}],
         "quantize": [{"format": spec} for spec in formats()],
         "fake_quantize": [{"format": spec} for spec in formats()],

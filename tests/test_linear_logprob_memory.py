@@ -8,7 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from rlkernel_torch import logprob as logprob_module
 from rlkernel_torch.direct import linear_logprob, logprob
-from rlkernel_torch.linear_logprob import workspace
+from rlkernel_torch.linear_logprob_workspace import workspace
 from tests.logprob_inputs import head, ragged
 
 D, V = 16, 2000

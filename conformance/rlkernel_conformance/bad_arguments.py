@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlkernel_conformance.bad_head_arguments import BAD_LORA, BAD_SCORES, leaf
 from rlkernel_conformance.bad_layer_arguments import OF_LAYERS
 from rlkernel_conformance.example_calls import B, D, N, T, V, draw, ids, logprobs, tokens
 from rlkernel_core.quant import QuantTensor, quantize
 from rlkernel_core.spec import OPERATORS
-from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.policy_loss import Correction, Rejection
 from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_core.spec.sampling import Penalties
@@ -174,25 +174,11 @@ OTHER = torch.zeros(B, T + 1)
 LENGTHS = torch.full((B,), T)
 
 
-def leaf(*shape: int) -> Tensor:
-    """A tensor that requires a gradient."""
-    return torch.ones(shape, requires_grad=True)
-
-
 def stored(rows: int, device: str = "cpu") -> QuantTensor:
     """A quantized weight [rows, D]."""
     return quantize(draw(rows, D), "int4_g32").to(device)
 
 
-# Of both operators that give log-probabilities.
-BAD_SCORES: Final = (
-    ("ids", {"ids": torch.zeros(N, 0, dtype=torch.int64)}),
-    ("ids", {"ids": torch.zeros(N + 1, 3, dtype=torch.int64)}),
-    ("support", {"ids": ids(N, 3), "support": Support(ids(N), torch.arange(N + 1))}),
-    ("temperature", {"temperature": 0.0}),
-    ("temperature", {"temperature": leaf(N)}),
-    ("group", {"group": "tp"}),
-)
 # Operator -> (how the name of the refused argument begins, what is changed in the example call of six rows): refusals
 # that depend on another argument or on a limit of one. A name that is not known gets a suggestion instead.
 REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
@@ -210,6 +196,10 @@ REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
         ("weight", {"weight": torch.zeros(0, D)}),
         ("logit_scale", {"logit_scale": 0.0}),
         ("max_workspace_bytes", {"max_workspace_bytes": 0}),
+        ("weight", {"weight": stored(V), "ids": ids(N, 3)}),
+        ("weight", {"weight": stored(V, "meta")}),
+        ("weight", {"weight": quantize(draw(V, D), "int8_w8a8")}),
+        *BAD_LORA,
         *BAD_SCORES,
     ],
     "sample": lambda: [
@@ -238,6 +228,10 @@ REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
         ("logit_scale", {"logit_scale": 0.0}),
         ("seed", {"seed": 0}),
         ("vocab_size", {"vocab_size": V + 1}),
+        ("lora", {"lora": LoRA(leaf(2, D), draw(V, 2))}),
+        ("weight", {"weight": quantize(draw(V, D + 1), "int8_channel")}),
+        ("weight", {"weight": quantize(draw(V, D), "int8_w8a8")}),
+        *BAD_LORA,
     ],
     "verify": lambda: [
         ("target_logits", {"target_logits": leaf(N, V)}),
@@ -274,17 +268,17 @@ REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
         ("advantages", {"advantages": torch.zeros(B + 1)}),
         ("kl_coef", {"kl_coef": 0.1}),
         ("old_logprob", {"old_logprob": leaf(B, T)}),
+        ("weight", {"weight": stored(V)}),
+        *BAD_LORA,
     ],
     "dequantize": lambda: [("dtype", {"dtype": dtype}) for dtype in (torch.float64, torch.int8)],
     "qmatmul": lambda: [
         ("bias", {"bias": torch.zeros(V + 1)}),
         ("residual", {"residual": torch.zeros(N, V + 1)}),
-        ("lora", {"lora": LoRA(draw(2, D), draw(V, 2), math.nan)}),
         ("x", {"x": draw(N, D + 1)}),
         ("x", {"x": torch.tensor(1.0)}),
         ("w", {"w": stored(V, "meta")}),
-        ("lora.A", {"lora": LoRA(draw(D, 2), draw(V, 2))}),
-        ("lora.B", {"lora": LoRA(draw(2, D), draw(2, V))}),
+        *BAD_LORA,
         ("activation", {"w": stored(V - 1), "activation": "swiglu"}),
         ("ends", {"ends": torch.tensor([2, 3])}),
         ("ends", {"ends": torch.tensor([1, 2, 3, 4, 5], dtype=torch.int32)}),

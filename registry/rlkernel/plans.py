@@ -137,6 +137,8 @@ def parts(spec: OpSpec[Any, Any], names: Iterable[str], of: str = "") -> list[st
         key = f"_key_of({x})"
         if "Tensor" in annotation.split(" | "):
             key = f"({', '.join(_tensor_parts(x))}) if {x}.__class__ is _Tensor else {key}"
+        if annotation == "Tensor | QuantTensor":  # a weight, of which most are parameters
+            key = f"{x}.plan_key if {x}.__class__ is _QuantTensor else ({', '.join(_tensor_parts(x))})"
         if annotation == "QuantTensor":
             key = f"{x}.plan_key if {x}.__class__ is _QuantTensor else {key}"
         if name in spec.varying:

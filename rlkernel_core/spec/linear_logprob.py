@@ -1,6 +1,6 @@
 """linear_logprob@1: log-probabilities straight from hidden states and the output head; the logits are never stored.
 
-    x = (hidden @ weight.T + bias) * logit_scale
+    x = (hidden @ weight.T + s (hidden @ A.T) @ B.T + bias) * logit_scale
     z = cap(x) / T,  cap(x) = c * tanh(x / c) where softcap c is given
     log p, lse, H and the law over a support from z, exactly as logprob@1 defines them
 
@@ -9,10 +9,13 @@ Logits keep their fp32 accumulators on the way to the logsumexp: rounding them t
 
     dz_j = g (1[j = id] - q_j) + g_mass (q_j - p_j) + g_lse p_j - g_H p_j (z_j - sum_k p_k z_k)
     dx_j = dz_j / T * (1 - tanh(x_j / c)^2) * logit_scale
-    dX = dx @ weight,  dW = dx.T @ X,  dbias = the sum of dx over rows
+    dX = dx @ weight + s (dx @ B) @ A,  dW = dx.T @ X,  dbias = the sum of dx over rows
+    dA = s (dx @ B).T @ X,  dB = s dx.T @ (X @ A.T)
 
-Legend: N tokens (any leading shape) · D hidden · V vocabulary.
-Longer than most modules, because a contract and its table of clauses stand in one place. Imports no torch.
+The second term of x is there where `lora` is given: a low-rank addition to the head that is not merged into it.
+
+Legend: N tokens (any leading shape) · D hidden · V vocabulary · r rank of the low-rank addition.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,19 +26,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError
+from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_core.spec.form import (
     BATCH_INVARIANT,
     CAPTURABLE,
     DETERMINISTIC,
     GRAD,
-    Clause,
     Feature,
     OpCall,
     OpSpec,
-    Tolerance,
 )
-from rlkernel_core.spec.listed_ids import MANY_IDS, check_ids, check_one_id, many_ids
+from rlkernel_core.spec.linear_logprob_clauses import CLAUSES, TOLERANCES
+from rlkernel_core.spec.listed_ids import MANY_IDS, check_ids, check_one_id, ids_per_row, many_ids
 from rlkernel_core.spec.logprob import LSE, LogprobResult, Support, check_support, check_temperature
+from rlkernel_core.spec.qmatmul import LoRA, check_lora
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,10 +56,13 @@ class LinearLogprobCall(OpCall[LogprobResult]):
 
     Args:
         hidden: [..., D] bf16, fp16 or fp32 (float64 on backends that claim it); any strides; never written to.
-        weight: [V, D], the output head. Another dtype than that of hidden where `mixed_dtypes` is claimed.
+        weight: [V, D], the output head. Another dtype than that of hidden where `mixed_dtypes` is claimed. Where
+            `quantized` is, a QuantTensor, for one id per row alone: frozen, and the law is that of
+            `dequantize(weight, dtype=torch.float32)`, of which no more than tiles exist.
         ids: [...] integer, as in logprob: anything in masked rows; out of range gives NaN and `invalid`. Or [..., K],
             several ids of each row, of which -1 is padding: one pass over the vocabulary, and K rows of the head more.
         bias: [V], added before everything else. A bias of -inf forbids an id, e.g. one that pads the vocabulary.
+        lora: LoRA(A [r, D], B [V, r], scale), an adapter of the head that is not merged. Any floating dtypes.
         temperature: float > 0, or a tensor broadcastable to [...] that requires no gradient.
         softcap: c > 0 for c * tanh(x / c), after the scale and before the temperature.
         logit_scale: > 0, multiplies the logits; for heads that divide, pass the inverse.
@@ -68,25 +75,29 @@ class LinearLogprobCall(OpCall[LogprobResult]):
             max_workspace_bytes and recomputes otherwise, and without a budget. All give the same log p.
         max_workspace_bytes: most extra memory: whatever the call allocates in forward and backward beyond its
             results and gradients. Each implementation states its need.
-        group: process group over which the vocabulary is split, shards in rank order, of equal size or not. `weight`
-            and `bias` are this rank's shard; hidden, ids, mask and upstream gradients are the same on all ranks, and
-            so are the results and dX. ids and support count in the whole vocabulary. On all ranks the same operands
-            require gradients. Where `rank_invariant` is claimed, results do not depend on the number of ranks.
+        group: process group over which the vocabulary is split, shards in rank order, of equal size or not. `weight`,
+            `bias` and `lora.B` are this rank's shard; hidden, lora.A, ids, mask and upstream gradients are the same on
+            all ranks, and so are the results, dX and dA. ids and support count in the whole vocabulary. On all ranks
+            the same operands require gradients. Where `rank_invariant` is claimed, results do not depend on the number
+            of ranks.
 
     Returns:
         LogprobResult without top. logprob, lse, entropy and log_kept_mass are differentiable, once, with respect to
-        hidden, weight and bias, each with its own upstream gradient per token; no work is done for a frozen operand.
+        hidden, weight, bias, lora.A and lora.B, each with its own upstream gradient per token; no work is done for a
+        frozen operand.
 
     Raises:
         ArgumentError: wrong rank, sizes, device, dtype, temperature <= 0, a temperature that requires a gradient, a
-            support beside several ids per row, or a workspace below the minimum, which the message names.
+            support or a quantized weight beside several ids per row, a format that quantizes hidden states, or a
+            workspace below the minimum, which the message names.
     """
 
     hidden: Tensor
-    weight: Tensor
+    weight: Tensor | QuantTensor
     ids: Tensor
     _: KW_ONLY
     bias: Tensor | None = None
+    lora: LoRA | None = None
     temperature: float | Tensor = 1.0
     softcap: float | None = None
     logit_scale: float = 1.0
@@ -104,16 +115,16 @@ def check(call: LinearLogprobCall) -> None:
     checks.tensor("hidden", hidden, kind="floating")
     if hidden.dim() < 1 or hidden.shape[-1] < 1:
         raise ArgumentError("hidden", checks.describe(hidden), "needs a last dimension D >= 1", "Pass [..., D].")
-    rows, D = hidden.shape[:-1], hidden.shape[-1]
-    checks.tensor("weight", weight, ndim=2, kind="floating")
-    if weight.shape[1] != D or weight.shape[0] < 1:
-        raise ArgumentError(
-            "weight", checks.describe(weight), f"must be [V, {D}], V >= 1, for this hidden", "Pass lm_head.weight."
-        )
-    checks.same_device("weight", weight, hidden, "hidden")
+    rows = hidden.shape[:-1]
+    check_head(weight, hidden)
     beside: Any = {"beside": hidden, "where": "hidden"}
     check_ids(ids, rows, hidden, "hidden")
+    if isinstance(weight, QuantTensor) and ids_per_row(ids, hidden) is not None:
+        text = "goes with one id per row alone"
+        raise ArgumentError("weight", checks.describe(weight), text, "Pass dequantize(weight), or ids of [...].")
     checks.aligned("bias", bias, weight.shape[:1], "weight without its last dimension", kind="floating", **beside)
+    if call.lora is not None:
+        check_lora(call.lora, weight.shape, hidden, "hidden")
     check_temperature(call.temperature, rows, hidden)
     if call.softcap is not None:
         checks.number("softcap", call.softcap, above=0.0)
@@ -129,14 +140,50 @@ def check(call: LinearLogprobCall) -> None:
     checks.process_group("group", call.group)
 
 
+def check_head(weight: Any, hidden: Tensor) -> None:
+    """Checks of an output head [V, D], stored or quantized, beside hidden [..., D]."""
+    D = hidden.shape[-1]
+    if isinstance(weight, QuantTensor):
+        if weight.spec.act != "none":
+            text = "quantizes hidden states too, which no head does"
+            raise ArgumentError("weight", str(weight.spec), text, "Quantize it to a format without act.")
+    else:
+        checks.tensor("weight", weight, ndim=2, kind="floating")
+    if weight.shape[1] != D or weight.shape[0] < 1:
+        raise ArgumentError(
+            "weight", checks.describe(weight), f"must be [V, {D}], V >= 1, for this hidden", "Pass lm_head.weight."
+        )
+    checks.same_device("weight", weight, hidden, "hidden")
+
+
+def stored_head(call: Any) -> Tensor:
+    """The head of a call to an implementation that does not claim `quantized`.
+
+    Raises:
+        ArgumentError: it is quantized.
+    """
+    weight: Tensor | QuantTensor = call.weight
+    if isinstance(weight, QuantTensor):
+        text = "is quantized, which this implementation does not claim"
+        raise ArgumentError("weight", checks.describe(weight), text, "Pass dequantize(weight).")
+    return weight
+
+
 def needed(call: Any) -> dict[str, object]:
     """Feature -> whether operators on a head and with a temperature need it, where no argument's name says so."""
     return {"per_row_temperature": checks.is_tensor(call.temperature), **mixed_dtypes(call)}
 
 
 def mixed_dtypes(call: Any) -> dict[str, object]:
-    """Whether the head has another dtype than the hidden states."""
+    """Whether the head is stored in another dtype than the hidden states."""
+    if isinstance(call.weight, QuantTensor):
+        return {"mixed_dtypes": False}
     return {"mixed_dtypes": getattr(call.weight, "dtype", None) != getattr(call.hidden, "dtype", None)}
+
+
+def quantized(call: Any) -> dict[str, object]:
+    """Whether the head is quantized."""
+    return {"quantized": isinstance(call.weight, QuantTensor)}
 
 
 def _sizes(call: LinearLogprobCall) -> dict[str, int]:
@@ -148,12 +195,12 @@ SPEC = OpSpec(
     record=LinearLogprobCall,
     summary="log-probability of chosen tokens from hidden states and the output head; logits are never stored",
     primary="hidden",
-    differentiable=("hidden", "weight", "bias"),
+    differentiable=("hidden", "weight", "bias", "lora"),
     carrying=("logprob", "lse", "entropy", "log_kept_mass"),
     optional=("lse",),
     check=check,
     sizes=_sizes,
-    needed=lambda call: {**needed(call), **many_ids(call.ids, call.hidden)},
+    needed=lambda call: {**needed(call), **quantized(call), **many_ids(call.ids, call.hidden)},
     features=(
         GRAD,
         DETERMINISTIC,
@@ -163,7 +210,9 @@ SPEC = OpSpec(
         MANY_IDS,
         Feature("per_row_temperature", "temperature as a tensor, one per row"),
         Feature("mixed_dtypes", "weight of another dtype than hidden"),
+        Feature("quantized", "a quantized head, of which no more than tiles are dequantized"),
         Feature("bias", "a bias per vocabulary entry, with its gradient"),
+        Feature("lora", "a low-rank addition to the head that is not merged, with its gradients"),
         Feature("softcap", "logit soft-capping"),
         Feature("logit_scale", "a factor on the logits"),
         Feature("mask", "masked rows give 0 and gradient 0, whatever they hold"),
@@ -181,204 +230,6 @@ SPEC = OpSpec(
             f"multiple of {PIECES} and at least {PIECES * LEAST_PIECE}",
         ),
     ),
-    clauses=(
-        Clause("LL-01", "matches float64", "log p, lse are within tolerance of the float64 definition", "accuracy"),
-        Clause(
-            "LL-02",
-            "logits are not rounded",
-            "with 16-bit operands log p is as accurate as fp32 logits make it, far below one rounding to 16 bits",
-            "accuracy",
-        ),
-        Clause(
-            "LL-03",
-            "confident rows keep precision",
-            "where p_id is near 1, log p has relative error <= 1e-4 given the fp32 logits, and is never positive",
-            "accuracy",
-        ),
-        Clause("LL-04", "any vocabulary size", "V is no multiple of anything: every column counts once", "accuracy"),
-        Clause(
-            "LL-05",
-            "memory constant in N",
-            "peak memory beyond inputs, results and gradients does not grow with N, but for a few numbers per row",
-            "side_effect",
-            "backward:recompute",
-        ),
-        Clause(
-            "LL-06",
-            "the modes agree",
-            "save, recompute and auto give the same log p and gradients within tolerance",
-            "law",
-            "backward:save",
-        ),
-        Clause(
-            "LL-07",
-            "the limit is kept",
-            "peak extra memory stays below max_workspace_bytes; below the minimum an ArgumentError names it",
-            "refusal",
-            "max_workspace_bytes",
-        ),
-        Clause(
-            "LL-08",
-            "equals logprob",
-            "linear_logprob(h, w, ids) equals logprob(h @ w.T, ids) for the same options",
-            "law",
-        ),
-        Clause(
-            "LL-09", "bias, scale, cap, temperature", "z = cap((h @ w.T + bias) * logit_scale) / T", "law", "softcap"
-        ),
-        Clause("LL-10", "bias", "a bias shifts logits; -inf forbids an id, with a softcap too", "law", "bias"),
-        Clause("LL-11", "scale", "logit_scale s equals hidden * s", "law", "logit_scale"),
-        Clause(
-            "LL-12",
-            "temperature per row",
-            "a tensor of temperatures equals one call per row",
-            "law",
-            "per_row_temperature",
-        ),
-        Clause(
-            "LL-13",
-            "mask selects",
-            "a masked row gives 0 and gradient 0 though hidden holds NaN and ids are out of range; dW gets nothing",
-            "law",
-            "mask",
-        ),
-        Clause("LL-14", "entropy", "entropy matches float64, lies in [0, log V]", "accuracy", "entropy"),
-        Clause(
-            "LL-15",
-            "support",
-            "log p renormalized over the kept ids; log p + log_kept_mass is the tempered log p",
-            "law",
-            "support",
-        ),
-        Clause("LL-16", "gradient", "dX, dW and dbias match float64, each with its own upstream", "gradient", "grad"),
-        Clause(
-            "LL-17",
-            "gradients accumulate in fp32",
-            "the error of dX and dW does not grow with the number of tiles",
-            "gradient",
-            "grad",
-        ),
-        Clause(
-            "LL-18",
-            "frozen operands",
-            "an operand that requires no gradient gets none, and the others' gradients do not change",
-            "gradient",
-            "grad",
-        ),
-        Clause(
-            "LL-19",
-            "gradients on and off agree",
-            "log p with a gradient wanted and without one are the same bits: an on-policy ratio is exactly 1",
-            "invariance",
-            "grad",
-        ),
-        Clause(
-            "LL-20",
-            "shards equal the whole",
-            "a vocabulary split over ranks gives the results of one rank within tolerance, whatever the sizes of the "
-            "shards, an id that lies on another rank included",
-            "law",
-            "group",
-        ),
-        Clause("LL-21", "one rank is the plain call", "a group of one gives the same bits as no group", "law", "group"),
-        Clause(
-            "LL-22",
-            "ranks agree",
-            "all ranks of a group get the same bits for results and dX",
-            "determinism",
-            "group",
-        ),
-        Clause(
-            "LL-23",
-            "out-of-range ids",
-            "an unmasked id or kept id out of range gives NaN, gradient 0 and a flag, and disturbs no other row",
-            "refusal",
-        ),
-        Clause(
-            "LL-24",
-            "any layout",
-            "strided hidden and weight give what contiguous ones give, within tolerance; the same bits where "
-            "batch_invariant is claimed",
-            "invariance",
-        ),
-        Clause(
-            "LL-25", "no rows", "N = 0, or all rows masked, gives empty or zero results and zero gradients", "accuracy"
-        ),
-        Clause(
-            "LL-26",
-            "inputs untouched",
-            "no argument is written to; global RNG, default dtype and device stay",
-            "side_effect",
-        ),
-        Clause("LL-27", "batch invariance", BATCH_INVARIANT.text, "invariance", "batch_invariant"),
-        Clause("LL-28", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
-        Clause(
-            "LL-29",
-            "capture",
-            "the call can be captured in a graph and replays with new inputs",
-            "capture",
-            "capturable",
-        ),
-        Clause(
-            "LL-30",
-            "bad arguments",
-            "wrong rank, sizes, dtype, temperature <= 0 or an unknown mode raise ArgumentError naming the argument",
-            "refusal",
-        ),
-        Clause(
-            "LL-31",
-            "one bad row spoils one row",
-            "NaN or inf in a row of hidden makes that row NaN and changes no bit of another row's results or of its dX",
-            "law",
-        ),
-        Clause(
-            "LL-32",
-            "any number of ranks",
-            "1, 2, 4 and 8 ranks with equal shards, and one without a group, give the same bits for results",
-            "invariance",
-            "rank_invariant",
-        ),
-        Clause(
-            "LL-33",
-            "several ids",
-            "log p of each of K ids of a row is within tolerance of float64, with relative error <= 1e-4 where p is "
-            "near 1, repeated ids alike; one id in a list has the bits of that id alone; shards give the same",
-            "accuracy",
-            "many_ids",
-        ),
-        Clause(
-            "LL-34",
-            "gradient of several ids",
-            "dX, dW and dbias are those of the sum over the K ids, repeated ids included, in every mode of backward",
-            "gradient",
-            "many_ids",
-        ),
-        Clause(
-            "LL-35",
-            "absent and invalid ids of several",
-            "-1 gives 0; another id out of range gives NaN and its own flag; both have gradient 0 though the upstream "
-            "gradient is NaN, the other ids of their row stay, and a masked row gives 0",
-            "law",
-            "many_ids",
-        ),
-    ),
-    tolerances=(
-        Tolerance("logprob", "float32", 1e-4, 1e-5, "fp32 accumulation over D <= 4096, logits up to 30"),
-        Tolerance(
-            "logprob", "bfloat16", 2e-4, 1e-5, "tensor cores with fp32 accumulators: 1.1e-4 measured at D = 4096"
-        ),
-        Tolerance("logprob", "float16", 2e-4, 1e-5, "as bfloat16"),
-        Tolerance("logprob", "float64", 1e-10, 1e-10, "float64 throughout, D <= 4096"),
-        Tolerance("lse", "float32", 1e-4, 1e-5, "as logprob"),
-        Tolerance("lse", "bfloat16", 2e-4, 1e-5, "as logprob"),
-        Tolerance("entropy", "float32", 2e-4, 1e-5, "one more weighted sum than logprob"),
-        Tolerance("entropy", "bfloat16", 2e-4, 1e-5, "1.2e-4 measured at D = 4096"),
-        Tolerance("entropy", "float64", 1e-10, 1e-10, "float64 throughout, D <= 4096"),
-        Tolerance("grad", "float32", 0.0, 1e-5, "relative Frobenius norm of dX and of dW; fp32 throughout"),
-        Tolerance(
-            "grad", "bfloat16", 0.0, 2.5e-3, "relative Frobenius norm; bf16 dz and one rounding: 2.2e-3 measured"
-        ),
-        Tolerance("grad", "float16", 0.0, 2.5e-3, "as bfloat16"),
-        Tolerance("grad", "float64", 0.0, 1e-10, "relative Frobenius norm; float64 throughout"),
-    ),
+    clauses=CLAUSES,
+    tolerances=TOLERANCES,
 )

@@ -27,10 +27,12 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    from rlkernel_core.spec.qmatmul import LoRA
+
 
 @dataclass(slots=True, eq=False)
 class LinearPolicyLossCall(LossFields, OpCall[LossResult]):
-    """Policy loss of one batch, differentiable in `hidden`, `weight` and `bias`; no tensor of [N, V] by default.
+    """Policy loss of one batch, differentiable in `hidden`, the head and `lora`; no tensor of [N, V] by default.
 
     What is not listed is as in linear_logprob where it is about the head, else as in policy_loss.
 
@@ -41,6 +43,7 @@ class LinearPolicyLossCall(LossFields, OpCall[LossResult]):
         old_logprob: as ids, as in policy_loss: under the same temperature, softcap, scale and support.
         advantages: as in policy_loss.
         bias: [V], as in linear_logprob.
+        lora: as in linear_logprob.
         temperature: as in linear_logprob.
         softcap: as in linear_logprob.
         logit_scale: as in linear_logprob.
@@ -69,6 +72,7 @@ class LinearPolicyLossCall(LossFields, OpCall[LossResult]):
     advantages: Tensor
     _: KW_ONLY
     bias: Tensor | None = None
+    lora: LoRA | None = None
     temperature: float | Tensor = 1.0
     softcap: float | None = None
     logit_scale: float = 1.0
@@ -85,6 +89,7 @@ def configure(call: LinearPolicyLossCall) -> LossConfig:
 
 def check(call: LinearPolicyLossCall) -> None:
     """Checks shared by all implementations; reads no value off the device."""
+    checks.tensor("weight", call.weight, ndim=2, kind="floating")  # none is quantized
     head.check(head.LinearLogprobCall.of(call))
     checks.shape("ids", call.ids, call.hidden.shape[:-1], "hidden without its last dimension")  # a token has one id
     policy_checks.check_tensors(call, configure(call), call.ids, name="ids")
@@ -95,6 +100,7 @@ _HEAD = (
     "per_row_temperature",
     "mixed_dtypes",
     "bias",
+    "lora",
     "softcap",
     "logit_scale",
     "support",
@@ -195,6 +201,14 @@ CLAUSES = (
         "law",
         "process_group",
     ),
+    Clause(
+        "LPL-20",
+        "LoRA",
+        "a low-rank addition to the head gives the loss and the gradients of the merged head; dA, dB and dX match "
+        "float64 with the head frozen",
+        "gradient",
+        "lora",
+    ),
 )
 
 
@@ -208,7 +222,7 @@ SPEC = OpSpec(
     summary="policy loss from hidden states and the output head, its gradient made with it",
     primary="hidden",
     one_of=("kind", "aggregate"),
-    differentiable=("hidden", "weight", "bias"),
+    differentiable=("hidden", "weight", "bias", "lora"),
     carrying=("loss",),
     optional=("stats", "logprob"),
     check=check,

@@ -1,13 +1,14 @@
 """lm_head_sample@1: draw tokens straight from hidden states and the output head; calls without filters store no logits.
 
-    logits = cap((hidden @ weight.T + bias) * logit_scale),  cap(x) = c * tanh(x / c) where softcap c is given
+    logits = cap((hidden @ weight.T + s (hidden @ A.T) @ B.T + bias) * logit_scale)
+    cap(x) = c * tanh(x / c) where softcap c is given
     and then sample@1 on these fp32 logits: edits, order, filters, noise, results
 
 Without a filter the draw is one argmax of noised logits and one running sum of exponentials, so the vocabulary can pass
 in tiles. Noise belongs to token ids, so the token is that of sample on the stored logits, unless two scores are closer
-than the rounding of the matmul.
+than the rounding of the matmul. The term with A and B is there where `lora` is given.
 
-Legend: N rows · D hidden · V vocabulary · W rows of the head, W >= V.
+Legend: N rows · D hidden · V vocabulary · W rows of the head, W >= V · r rank of the low-rank addition.
 Imports no torch.
 """
 
@@ -17,7 +18,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
 from rlkernel_core import checks
-from rlkernel_core.errors import ArgumentError
+from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_core.spec.form import (
     BATCH_INVARIANT,
     CAPTURABLE,
@@ -28,7 +29,8 @@ from rlkernel_core.spec.form import (
     OpSpec,
     Tolerance,
 )
-from rlkernel_core.spec.linear_logprob import mixed_dtypes
+from rlkernel_core.spec.linear_logprob import check_head, mixed_dtypes, quantized
+from rlkernel_core.spec.qmatmul import LoRA, check_lora
 from rlkernel_core.spec.sample import check_request, needed
 from rlkernel_core.spec.sample_clauses import FEATURES, PHILOX, REPEATS, TOLERANCES
 from rlkernel_core.spec.sampling import LogitBias, RequestParams, SampleResult, check_no_gradient
@@ -46,8 +48,10 @@ class LmHeadSampleCall(RequestParams, OpCall[SampleResult]):
 
     Args:
         hidden: [N, D] bf16, fp16 or fp32 (float64 on backends that claim it); any strides; never written to.
-        weight: [W, D], the output head. Another dtype than that of hidden where `mixed_dtypes` is claimed.
+        weight: [W, D], the output head. Another dtype than that of hidden where `mixed_dtypes` is claimed, and where
+            `quantized` is a QuantTensor, as in linear_logprob.
         bias: [W], added before everything else.
+        lora: LoRA(A [r, D], B [W, r], scale), an adapter of the head that is not merged. Any floating dtypes.
         logit_scale: > 0, multiplies the logits; for heads that divide, pass the inverse.
         softcap: c > 0 for c * tanh(x / c), after the scale; part of the raw law.
         logit_bias: what sample calls `bias`: values added to some logits, per row.
@@ -61,9 +65,10 @@ class LmHeadSampleCall(RequestParams, OpCall[SampleResult]):
     """
 
     hidden: Tensor
-    weight: Tensor
+    weight: Tensor | QuantTensor
     _: KW_ONLY
     bias: Tensor | None = None
+    lora: LoRA | None = None
     logit_scale: float = 1.0
     softcap: float | None = None
     logit_bias: LogitBias | None = None
@@ -73,19 +78,16 @@ def check(call: LmHeadSampleCall) -> None:
     """Metadata checks shared by all implementations of lm_head_sample@1; reads no value off the device."""
     hidden, weight, bias = call.hidden, call.weight, call.bias
     checks.tensor("hidden", hidden, ndim=2, kind="floating")
-    checks.tensor("weight", weight, ndim=2, kind="floating")
-    if weight.shape[1] != hidden.shape[1] or weight.shape[0] < 1:
-        raise ArgumentError(
-            "weight", checks.describe(weight), f"must be [V, {hidden.shape[1]}], V >= 1", "Pass lm_head.weight."
-        )
-    checks.same_device("weight", weight, hidden, "hidden")
+    check_head(weight, hidden)
     of = "weight without its last dimension"
     checks.aligned("bias", bias, weight.shape[:1], of, kind="floating", beside=hidden, where="hidden")
     checks.number("logit_scale", call.logit_scale, above=0.0)
     if call.softcap is not None:
         checks.number("softcap", call.softcap, above=0.0)
-    for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if x is not None:
+    if call.lora is not None:
+        check_lora(call.lora, weight.shape, hidden, "hidden")
+    for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias), ("lora", call.lora)):
+        if x is not None and not isinstance(x, QuantTensor):
             check_no_gradient(name, x)
     check_request(call, hidden, weight.shape[0], bias=call.logit_bias, bias_name="logit_bias")
 
@@ -102,11 +104,13 @@ SPEC = OpSpec(
     varying=("seed", "step"),
     check=check,
     sizes=_sizes,
-    needed=lambda call: {**mixed_dtypes(call), **needed(call)},
+    needed=lambda call: {**mixed_dtypes(call), **quantized(call), **needed(call)},
     features=(
         *FEATURES,
         Feature("mixed_dtypes", "weight of another dtype than hidden"),
+        Feature("quantized", "a quantized head, of which no more than tiles are dequantized"),
         Feature("bias", "a bias per vocabulary entry"),
+        Feature("lora", "a low-rank addition to the head that is not merged"),
         Feature("logit_bias", "values added to some logits of a row"),
         Feature("logit_scale", "a factor on the logits"),
         Feature("softcap", "logit soft-capping"),
@@ -141,6 +145,15 @@ SPEC = OpSpec(
         Clause("LH-20", "determinism", DETERMINISTIC.text, "determinism", "deterministic"),
         Clause("LH-21", "slots", "as parameters gathered; padding rows draw nothing and give 0", "law", "slot"),
         Clause("LH-22", *REPEATS),
+        Clause(
+            "LH-23",
+            "LoRA",
+            "logits have s (h A^T) B^T beside h W^T, before bias, scale and cap; A and B written in place are seen by "
+            "the next call",
+            "law",
+            "lora",
+        ),
+        Clause("LH-24", "quantized head", "draws are those of dequantize(weight) in fp32", "law", "quantized"),
     ),
     tolerances=(
         *TOLERANCES,

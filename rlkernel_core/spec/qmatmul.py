@@ -28,7 +28,7 @@ Imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -150,7 +150,7 @@ def check(call: QmatmulCall) -> None:
     if lora is not None and ends is not None:
         raise ArgumentError("lora", "a LoRA", "has no experts to go with ends", "Add it in a call of its own.")
     if lora is not None:
-        _check_lora(lora, weight, x)
+        check_lora(lora, (outputs, inputs), x, "x")
 
 
 def _check_ends(ends: Any, x: Tensor, outputs: int) -> int:
@@ -168,18 +168,18 @@ def _check_ends(ends: Any, x: Tensor, outputs: int) -> int:
     return outputs // experts
 
 
-def _check_lora(lora: object, w: QuantTensor, x: Tensor) -> None:
+def check_lora(lora: object, shape: Sequence[int], x: Tensor, name: str) -> None:
+    """Checks of a low-rank addition to a weight [outputs, inputs] of `shape`, beside the input x, which has a name."""
     if not isinstance(lora, LoRA):
         raise ArgumentTypeError("lora", checks.describe(lora), "must be a LoRA", "Pass LoRA(A, B, scale).")
     checks.tensor("lora.A", lora.A, ndim=2, kind="floating")
     checks.tensor("lora.B", lora.B, ndim=2, kind="floating")
     checks.number("lora.scale", lora.scale)
-    outputs, inputs = w.shape
-    rank = lora.A.shape[0]
-    checks.shape("lora.A", lora.A, (rank, inputs), "[r, K] of w")
-    checks.shape("lora.B", lora.B, (outputs, rank), "[Nout, r] of w and lora.A")
-    _on_device("lora.A", lora.A.device, x)
-    _on_device("lora.B", lora.B.device, x)
+    (outputs, inputs), rank = shape, lora.A.shape[0]
+    checks.shape("lora.A", lora.A, (rank, inputs), "[r, inputs] of the weight")
+    checks.shape("lora.B", lora.B, (outputs, rank), "[outputs, r] of the weight and lora.A")
+    checks.same_device("lora.A", lora.A, x, name)
+    checks.same_device("lora.B", lora.B, x, name)
 
 
 def _on_device(name: str, device: Any, x: Tensor) -> None:

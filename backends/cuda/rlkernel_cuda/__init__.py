@@ -17,8 +17,10 @@ SAMPLER: Final = Requires(device="cuda", dtypes=("bfloat16", "float16", "float32
 # operator -> features that are not claimed. batch_invariant: log p and entropy are, dX by cuBLAS is not.
 # rank_invariant: tiles begin anew with a shard, and are joined by rank.
 WITHOUT: Final = {
-    "linear_logprob": frozenset({"batch_invariant", "many_ids", "mixed_dtypes", "rank_invariant", "support"}),
-    "linear_policy_loss": frozenset({"mixed_dtypes", "support"}),
+    "linear_logprob": frozenset(
+        {"batch_invariant", "lora", "many_ids", "mixed_dtypes", "quantized", "rank_invariant", "support"}
+    ),
+    "linear_policy_loss": frozenset({"lora", "mixed_dtypes", "support"}),
 }
 PAIRS: Final = {"linear_logprob": "LinearLogprobPair", "linear_policy_loss": "LinearPolicyLossPair"}
 # What the one launch of `sample` does: no edits, no ranks, one order of filters.

@@ -4,7 +4,7 @@ Each block's logits are made once, read for its log-probabilities, put through t
 into their own gradient: three matmuls in all, against five where logits are made again. It is legal where the
 gradient of a token depends on nothing but that token, once the mask and the token weights are known.
 
-Legend: N rows · D hidden · V vocabulary · R rows of a block.
+Legend: N rows · D hidden · V vocabulary · R rows of a block · r rank of the low-rank addition, or 0.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rlkernel_common.loss_batch import Batch
 from rlkernel_common.row_selection import results, selected
 from rlkernel_common.row_statistics import (
     SoftmaxStats,
+    Upstream,
     cap,
     gradient,
     join,
@@ -43,6 +44,8 @@ class Gradients:
     hidden: Tensor | None  # [N, D] in the dtype of hidden: each row is complete when it is written
     weight: Tensor | None  # [V, D] in the accumulator's dtype: every block adds to it
     bias: Tensor | None  # [V] likewise
+    A: Tensor | None  # [r, D] likewise
+    B: Tensor | None  # [V, r] likewise
 
 
 @dataclass(frozen=True)
@@ -74,25 +77,34 @@ class FusedLoss:
                 entropy[place] = H
             at = coefficients(values, H, self.batch.at(rows), self.config, Bag(values.shape[0]))
             g = selected((at.dlogprob, None, at.dentropy, None), self.ids[rows], counted)
-            dx = torch.zeros_like(x)
-            for tile in head.tiles():
-                local = self.ids[rows] - self.shard.offset - tile.start
-                dy = gradient(cap(logits[:, tile], self.softcap), local, self.T[rows], row, g, None)
-                dz = uncap(dy, logits[:, tile], self.softcap) * head.scale
-                if counted is not None:
-                    dz = torch.where(counted[:, None], dz, 0.0)
-                dz = torch.nn.functional.pad(dz, (0, 0, 0, ROWS - dz.shape[0]))
-                if into.hidden is not None:
-                    add_product(dx, dz, head.tile(tile))
-                if into.weight is not None:
-                    into.weight[tile].addmm_(dz.T, x)
-                if into.bias is not None:
-                    into.bias[tile] += dz.sum(0)
-            if into.hidden is not None:
-                if self.shard.group is not None:
-                    vocab_parallel.add(dx, self.shard.group)
-                into.hidden[place] = dx[: values.shape[0]].to(into.hidden.dtype)
+            self._add(into, rows, x, logits, row, g)
         return logprob, entropy
+
+    def _add(self, into: Gradients, rows: slice, x: Tensor, logits: Tensor, row: SoftmaxStats, g: Upstream) -> None:
+        """Add the gradients that a block's rows make, from its logits and the gradients of its statistics."""
+        head, n = self.head, logits.shape[0]
+        counted = None if head.counted is None else head.counted[rows, None]
+        dx, to_x = torch.zeros_like(x), into.hidden is not None or into.A is not None
+        for tile in head.tiles():
+            local = self.ids[rows] - self.shard.offset - tile.start
+            dy = gradient(cap(logits[:, tile], self.softcap), local, self.T[rows], row, g, None)
+            dz = uncap(dy, logits[:, tile], self.softcap) * head.scale
+            if counted is not None:
+                dz = torch.where(counted, dz, 0.0)
+            dz = torch.nn.functional.pad(dz, (0, 0, 0, ROWS - n))
+            if to_x:
+                add_product(dx, dz, head.tile(tile))
+            for total, some in ((into.weight, x[:, : head.D]), (into.B, x[:, head.D :])):
+                if total is not None:
+                    total[tile].addmm_(dz.T, some)
+            if into.bias is not None:
+                into.bias[tile] += dz.sum(0)
+        if to_x and self.shard.group is not None:
+            vocab_parallel.add(dx, self.shard.group)
+        if into.hidden is not None:
+            into.hidden[head.place(rows)] = head.to_hidden(dx)[:n].to(into.hidden.dtype)
+        if into.A is not None:
+            head.add_to_factor(into.A, dx, x)
 
     def _stats(self, x: Tensor, logits: Tensor, rows: slice) -> SoftmaxStats:
         """SoftmaxStats of a block; its logits are written to `logits`."""
@@ -109,7 +121,7 @@ class FusedLoss:
         return softmax_stats(part, self.T[rows])
 
 
-def workspace(N: int, D: int, V: int, itemsize: int = 4) -> int:
+def workspace(N: int, D: int, V: int, itemsize: int = 4, r: int = 0) -> int:
     """Most extra bytes of one pass, beyond its results and gradients; itemsize is that of the accumulator.
 
     The weight's gradient in the accumulator's dtype until backward scales it, the logits of a block of rows, a block
@@ -117,5 +129,7 @@ def workspace(N: int, D: int, V: int, itemsize: int = 4) -> int:
     """
     w = tile_width(V)
     tiles = -(-V // w)
-    numbers = V * (D + 1) + ROWS * V + 3 * (ROWS + w) * D + ROWS * (24 * w + 16 * tiles)
+    numbers = V * (D + r + 1) + ROWS * V + 3 * (ROWS + w) * (D + r) + ROWS * (24 * w + 16 * tiles)
+    if r:  # A twice and its gradient twice; operands before they are joined
+        numbers += 4 * r * D + 2 * (ROWS + w) * (D + r)
     return itemsize * numbers + 48 * 8 * (N + ROWS)

@@ -39,12 +39,16 @@ from rlkernel_common.row_statistics import (
     uncap,
 )
 from rlkernel_common.row_views import free_rows, shaped
-from rlkernel_core.errors import ArgumentError, RLKernelError
+from rlkernel_core.errors import RLKernelError
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
-from rlkernel_core.spec.linear_logprob import PIECES, LinearLogprobCall
+from rlkernel_core.quant.tensor import QuantTensor
+from rlkernel_core.spec.linear_logprob import LinearLogprobCall
+from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
 from rlkernel_core.spec.listed_ids import ids_per_row
 from rlkernel_core.spec.logprob import LogprobResult, Support
-from rlkernel_torch.head import ROWS, Head, add_product
+from rlkernel_core.spec.qmatmul import LoRA
+from rlkernel_torch.head import ROWS, Head, add_product, readable_head, stored
+from rlkernel_torch.linear_logprob_workspace import mode
 
 
 def linear_logprob(call: LinearLogprobCall) -> LogprobResult:
@@ -59,55 +63,6 @@ def linear_logprob(call: LinearLogprobCall) -> LogprobResult:
     return _forward(call, save=False)[0]
 
 
-def workspace(
-    backward: str, N: int, D: int, V: int, itemsize: int = 4, nnz: int = 0, ranks: int = 1, K: int = 0
-) -> int:  # fmt: skip
-    """Most extra bytes of a call, beyond its results and gradients.
-
-    A block of rows, a tile of the weight and its gradient, some temporaries of a tile of logits, a few numbers per row
-    and rank and per listed id, six per kept id; and, for "save", the logits of all rows.
-
-    Args:
-        backward: "recompute" or "save".
-        N: rows.
-        D: hidden size.
-        V: size of the vocabulary, or of this rank's shard.
-        itemsize: of the accumulator: 4, or 8 for float64.
-        nnz: kept ids of the support.
-        ranks: of the group.
-        K: ids per row; 0 where a row has one that is not listed.
-    """
-    w = tile_width(V)
-    operands = 3 * (ROWS + w) * D
-    logits = ROWS * (16 * w + 16 * -(-V // w))
-    saved = N * V if backward == "save" else 0
-    rows = 8 * (16 + 8 * max(ranks, PIECES) + 16 * K) * (N + ROWS)
-    return itemsize * (operands + logits + saved) + rows + 6 * 8 * nnz
-
-
-def mode(call: LinearLogprobCall) -> str:
-    """How the backward pass of a call comes by its logits, within the limit of the call: "recompute" or "save".
-
-    Raises:
-        ArgumentError: the limit is below what it needs.
-    """
-    backward, limit = call.backward, call.max_workspace_bytes
-    if limit is None:
-        return "recompute" if backward == "auto" else backward
-    nnz = 0 if call.support is None else call.support.ids.shape[0]
-    ranks = 1 if call.group is None else call.group.size()
-    itemsize = accumulator(call.hidden, call.weight, call.bias).itemsize
-    (V, D), K = call.weight.shape, ids_per_row(call.ids, call.hidden) or 0
-    for found in ("save", "recompute") if backward == "auto" else (backward,):
-        least = workspace(found, math.prod(call.hidden.shape[:-1]), D, V, itemsize, nnz, ranks, K)
-        if least <= limit:
-            return found
-    remedy = f"Pass at least {least}" + (", or backward='recompute'." if backward == "save" else ", or None.")
-    raise ArgumentError(
-        "max_workspace_bytes", limit, f"is below what backward={backward!r} needs here, {least}", remedy
-    )
-
-
 class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
     """Log-probability, lse, entropy and kept mass from the operands of the head, with their analytic gradients."""
 
@@ -118,18 +73,28 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
         super().__init__(call)
         self._T = call.temperature if isinstance(call.temperature, float | int) else None
         self._softcap, self._scale, self._group = call.softcap, call.logit_scale, call.group
+        self._quantized = None if isinstance(call.weight, Tensor) else call.weight.flatten()[1]
+        self._lora_scale = 0.0 if call.lora is None else call.lora.scale
         self._rows = call.hidden.shape[:-1]
         self._save = mode(call) == "save"
+
+    @classmethod
+    def inputs(cls, call: LinearLogprobCall) -> Saved:
+        """Hidden states, weight, bias, and A and B of LoRA."""
+        return call.hidden, stored(call.weight), call.bias, *matrices(call)
 
     def forward(self, call: LinearLogprobCall) -> tuple[LogprobResult, Saved]:
         """The result, and the law of every row; with "save" its logits."""
         return _forward(call, save=self._save)
 
     def backward(self, saved: Saved, grads: Saved) -> Saved:
-        """One read of the logits for dX, one for dW and dbias."""
-        hidden, weight, bias, mask, each_T, kept_ids, offsets, ids, first, logits, *numbers = saved
-        value, top, log_total, mean, kept_top, kept_log_total, many, many_y = numbers
-        if hidden is None or weight is None or ids is None or value is None or top is None or log_total is None:
+        """One read of the logits for dX and dA, one for dW, dbias and dB."""
+        hidden, weight, bias, A, B, mask, each_T, kept_ids, offsets, ids, first, logits, *numbers = saved
+        value, top, log_total, mean, kept_top, kept_log_total, many, many_y, *parts = numbers
+        head_weight: Tensor | QuantTensor | None = weight
+        if self._quantized is not None:
+            head_weight = readable_head(QuantTensor.unflatten(parts, self._quantized))  # type: ignore[arg-type]  # all are there
+        if hidden is None or head_weight is None or ids is None or value is None or top is None or log_total is None:
             raise RLKernelError("linear_logprob: its backward pass got less than its forward pass saved")
         row = SoftmaxStats(value, value, None, None, top, log_total, mean, kept_top, kept_log_total)  # lse is unread
         T = temperatures(each_T if self._T is None else self._T, self._rows, value.dtype, value.device)  # type: ignore[arg-type]
@@ -145,13 +110,15 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
         offset = 0 if first is None else first
         kept = None
         if kept_ids is not None and offsets is not None:  # which of them lie outside was told in the forward pass
-            support, V = Support(kept_ids, offsets), weight.shape[0]
+            support, V = Support(kept_ids, offsets), head_weight.shape[0]
             kept = KeptIds(support, V, positions(index, self._rows.numel()), offset)
         upstream, listed = selected(tuple(up), ids, counted), None
         if each is not None and many is not None and many_y is not None:
             listed = many - offset, listed_ids.gradient_at(many, many_y, ids, T, row, each, upstream)
+        lora = None if A is None or B is None else LoRA(A, B, self._lora_scale)
+        head = Head(free_rows(hidden), head_weight, bias, self._scale, index, counted, T.dtype, lora=lora)
         back = _Back(
-            head=Head(free_rows(hidden), weight, bias, self._scale, index, counted, T.dtype),
+            head=head,
             ids=ids - offset,
             T=T,
             kept=kept,
@@ -161,9 +128,10 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
             upstream=upstream,
             listed=listed,
         )
-        of_hidden, of_weight, of_bias = self.wanted
-        d_hidden = back.hidden(self._group).view(hidden.shape) if of_hidden else None
-        return d_hidden, *back.weight_and_bias(of_weight=of_weight, of_bias=of_bias)
+        of_hidden, of_weight, of_bias, of_A, of_B = self.wanted
+        d_hidden, d_A = back.hidden_and_factor(self._group, of_hidden=of_hidden, of_factor=of_A)
+        d_weight, d_bias, d_B = back.rows_of_head(of_weight=of_weight, of_bias=of_bias, of_lora=of_B)
+        return None if d_hidden is None else d_hidden.view(hidden.shape), d_weight, d_bias, d_A, d_B
 
     @classmethod
     def saved_like(cls, call: LinearLogprobCall, result: LogprobResult, wanted: tuple[bool, ...]) -> Saved:
@@ -175,14 +143,25 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
         logits = like.new_empty(N, call.weight.shape[0]) if mode(call) == "save" else None
         there = (True, True, True, call.entropy, *[call.support is not None] * 2)
         listed = (None, None) if K is None else (ids.new_empty((N, K)), like.new_empty((N, K)))
-        return *_arguments(call), ids, first, logits, *[like.new_empty(N) if x else None for x in there], *listed
+        row = [like.new_empty(N) if x else None for x in there]
+        return *_arguments(call), ids, first, logits, *row, *listed, *_parts(call.weight)
 
 
 def _arguments(call: LinearLogprobCall) -> Saved:
     """The tensors of a call that its gradient reads again."""
     support, T = call.support, call.temperature
     kept = (None, None) if support is None else (support.ids, support.offsets)
-    return call.hidden, call.weight, call.bias, call.mask, T if isinstance(T, Tensor) else None, *kept
+    given = call.hidden, stored(call.weight), call.bias, *matrices(call)
+    return *given, call.mask, T if isinstance(T, Tensor) else None, *kept
+
+
+def _parts(weight: Tensor | QuantTensor) -> list[Tensor]:
+    return [] if isinstance(weight, Tensor) else weight.flatten()[0]
+
+
+def matrices(call: LinearLogprobCall | LinearPolicyLossCall) -> tuple[Tensor | None, Tensor | None]:
+    """A and B of LoRA."""
+    return (None, None) if call.lora is None else (call.lora.A, call.lora.B)
 
 
 def _worked_on(mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -208,12 +187,13 @@ def _forward(call: LinearLogprobCall, *, save: bool) -> tuple[LogprobResult, Sav
     """The result, and what the gradient reads."""
     rows, (V, D), K = call.hidden.shape[:-1], call.weight.shape, ids_per_row(call.ids, call.hidden)
     N = rows.numel()
-    dtype = accumulator(call.hidden, call.weight, call.bias)
+    dtype = accumulator(call.hidden, stored(call.weight), call.bias)
     shard = vocab_parallel.locate(call.group, V, N, D, call.hidden.device)
     mask = None if call.mask is None else call.mask.reshape(-1)
     index, counted = _worked_on(mask)
     count, piece = vocab_parallel.pieces(V, 1 if call.group is None else call.group.size())
-    head = Head(free_rows(call.hidden), call.weight, call.bias, call.logit_scale, index, counted, dtype, piece)
+    x, weight = free_rows(call.hidden), readable_head(call.weight)
+    head = Head(x, weight, call.bias, call.logit_scale, index, counted, dtype, piece, call.lora)
     listed, y = None, None
     if K is None:
         every_kept = None if call.support is None else KeptIds(call.support, shard.V)
@@ -244,7 +224,8 @@ def _forward(call: LinearLogprobCall, *, save: bool) -> tuple[LogprobResult, Sav
     law_rows = (row.logprob, row.top, row.log_total, row.mean, row.kept_top, row.kept_log_total)
     first = shard.offset if isinstance(shard.offset, Tensor) else None
     of_rows = _everywhere(law_rows, index, N)
-    return result, (*_arguments(call), chosen.ids, first, saved, *of_rows, None if listed is None else listed.ids, y)
+    of_list = None if listed is None else listed.ids
+    return result, (*_arguments(call), chosen.ids, first, saved, *of_rows, of_list, y, *_parts(call.weight))
 
 
 def _at(head: Head, ids: Tensor, shard: vocab_parallel.Shard) -> Tensor:
@@ -257,7 +238,7 @@ def _at(head: Head, ids: Tensor, shard: vocab_parallel.Shard) -> Tensor:
         for k in range(ids.shape[1]):
             here = local[place, k]
             at = here.clamp_min(0)
-            one = tree_sum(x * head.weight[at].to(head.dtype))
+            one = tree_sum(x * head.tile(at))
             if head.bias is not None:
                 one += head.bias[at]
             y[place, k] = torch.where(here >= 0, one * head.scale, 0.0)
@@ -322,44 +303,61 @@ class _Back(NamedTuple):
     upstream: Upstream  # [n]
     listed: tuple[Tensor, Tensor] | None  # [n, K] ids counted as above, and the gradient at each
 
-    def hidden(self, group: dist.ProcessGroup | None) -> Tensor:
-        """[..., D], zeros in the rows that were left out."""
-        head = self.head
-        every = torch.zeros_like(head.hidden, memory_format=torch.contiguous_format)
-        grad = every.view(-1, every.shape[-1])
-        for rows in head.rows():
+    def hidden_and_factor(
+        self, group: dist.ProcessGroup | None, *, of_hidden: bool, of_factor: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """[..., D], zeros in the rows that were left out, and [r, D] of A; each only where wanted."""
+        head, lora = self.head, self.head.lora
+        every = torch.zeros_like(head.hidden, memory_format=torch.contiguous_format) if of_hidden else None
+        total = None if lora is None or not of_factor else self.T.new_zeros(lora.A.shape)
+        for rows in head.rows() if of_hidden or of_factor else ():
             x = head.block(rows)
             dx = torch.zeros_like(x)
             for tile in head.tiles():
                 add_product(dx, self._logits(x, rows, tile), head.tile(tile))
             if group is not None:
                 vocab_parallel.add(dx, group)
-            done = dx[: rows.stop - rows.start].to(grad.dtype)
-            if head.active is None:
-                grad[rows] = done
-            else:
-                grad.index_copy_(0, head.active[rows], done)
-        return every
+            if every is not None:
+                grad, done = every.view(-1, head.D), head.to_hidden(dx)[: rows.stop - rows.start].to(every.dtype)
+                if head.active is None:
+                    grad[rows] = done
+                else:
+                    grad.index_copy_(0, head.active[rows], done)
+            if total is not None:
+                head.add_to_factor(total, dx, x)
+        return every, None if total is None or lora is None else total.to(lora.A.dtype)
 
-    def weight_and_bias(self, *, of_weight: bool, of_bias: bool) -> tuple[Tensor | None, Tensor | None]:
-        """[V, D] and [V], each only where wanted."""
-        head = self.head
-        d_weight = torch.empty_like(head.weight, memory_format=torch.contiguous_format) if of_weight else None
-        d_bias = torch.empty_like(head.bias) if of_bias and head.bias is not None else None
-        for tile in head.tiles() if of_weight or of_bias else ():
-            dw = self.T.new_zeros(tile.stop - tile.start, head.hidden.shape[-1])
+    def rows_of_head(
+        self, *, of_weight: bool, of_bias: bool, of_lora: bool
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """[V, D], [V] and [V, r], each only where wanted."""
+        head, D = self.head, self.head.D
+        wanted = (
+            (stored(head.weight), of_weight),
+            (head.bias, of_bias),
+            (None if head.lora is None else head.lora.B, of_lora),
+        )
+        d_weight, d_bias, d_lora = [
+            torch.empty_like(x, memory_format=torch.contiguous_format) if wants and x is not None else None
+            for x, wants in wanted
+        ]
+        columns = slice(0 if of_weight else D, head.width if of_lora else D)
+        for tile in head.tiles() if of_weight or of_bias or of_lora else ():
+            dw = self.T.new_zeros(tile.stop - tile.start, columns.stop - columns.start)
             db = self.T.new_zeros(tile.stop - tile.start)
             for rows in head.rows():
                 x = head.block(rows)
                 dz = self._logits(x, rows, tile)
-                if of_weight:
-                    dw.addmm_(dz.T, x)
+                if of_weight or of_lora:
+                    dw.addmm_(dz.T, x[:, columns])
                 db += dz.sum(0)
             if d_weight is not None:
-                d_weight[tile] = dw
+                d_weight[tile] = dw[:, :D]
             if d_bias is not None:
                 d_bias[tile] = db
-        return d_weight, d_bias
+            if d_lora is not None:
+                d_lora[tile] = dw[:, D - columns.start :]
+        return d_weight, d_bias, d_lora
 
     def _logits(self, x: Tensor, rows: slice, tile: slice) -> Tensor:
         """[R, w] gradient with respect to hidden @ weight.T, zeros below the last row."""

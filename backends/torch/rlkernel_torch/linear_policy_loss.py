@@ -27,7 +27,7 @@ from rlkernel_core.spec.logprob import LogprobResult, Support
 from rlkernel_core.spec.policy_loss import LossConfig, LossResult, PolicyLossCall
 from rlkernel_torch.fused_loss import FusedLoss, Gradients, workspace
 from rlkernel_torch.head import Head
-from rlkernel_torch.linear_logprob import LinearLogprobPair, linear_logprob
+from rlkernel_torch.linear_logprob import LinearLogprobPair, linear_logprob, matrices
 from rlkernel_torch.loss_coefficients import coefficients, summary
 from rlkernel_torch.policy_loss import evaluated, full_mask
 
@@ -54,6 +54,11 @@ class LinearPolicyLossPair(Pair[LinearPolicyLossCall, LossResult]):
         super().__init__(call)
         self._dtypes = [None if x is None else x.dtype for x in self.inputs(call)]
         self._head = None if _in_one_pass(call) else LinearLogprobPair(_head_of(call))
+
+    @classmethod
+    def inputs(cls, call: LinearPolicyLossCall) -> Saved:
+        """Hidden states, weight, bias, and A and B of LoRA."""
+        return call.hidden, call.weight, call.bias, *matrices(call)
 
     def forward(self, call: LinearPolicyLossCall) -> tuple[LossResult, Saved]:
         """The loss; and its gradients, or what those of the head need and its gradients by the results of the head."""
@@ -82,12 +87,9 @@ class LinearPolicyLossPair(Pair[LinearPolicyLossCall, LossResult]):
         if logprob is None:
             raise RLKernelError("linear_policy_loss: a result without log-probabilities")
         if _in_one_pass(call):
-            hidden, weight, bias = (x if wants else None for x, wants in zip(cls.inputs(call), wanted, strict=True))
-            return (
-                None if hidden is None else torch.empty_like(hidden, memory_format=torch.contiguous_format),
-                None if weight is None else logprob.new_empty(weight.shape),
-                None if bias is None else logprob.new_empty(bias.shape),
-            )
+            hidden, *others = (x if wants else None for x, wants in zip(cls.inputs(call), wanted, strict=True))
+            d_hidden = None if hidden is None else torch.empty_like(hidden, memory_format=torch.contiguous_format)
+            return d_hidden, *[None if x is None else logprob.new_empty(x.shape) for x in others]
         law = LogprobResult(logprob, logprob, entropy)
         head = LinearLogprobPair.saved_like(_head_of(call), law, wanted)
         return torch.empty_like(logprob), None if entropy is None else torch.empty_like(entropy), *head
@@ -95,9 +97,9 @@ class LinearPolicyLossPair(Pair[LinearPolicyLossCall, LossResult]):
 
 def _in_one_pass(call: LinearPolicyLossCall) -> bool:
     """Whether a call that wants gradients makes them together with the loss."""
-    V, D = call.weight.shape
+    (V, D), r = call.weight.shape, 0 if call.lora is None else call.lora.A.shape[0]
     itemsize, limit = accumulator(call.hidden, call.weight, call.bias).itemsize, call.max_workspace_bytes
-    fits = limit is None or workspace(call.ids.numel(), D, V, itemsize) <= limit
+    fits = limit is None or workspace(call.ids.numel(), D, V, itemsize, r) <= limit
     return fits and _per_token(spec.configure(call), call.support, call.old_logprob, call.rollout_logprob)
 
 
@@ -123,9 +125,9 @@ def _after(result: LossResult, law: LogprobResult) -> LossResult:
 
 @torch.no_grad()
 def _one_pass(call: LinearPolicyLossCall, wanted: tuple[bool, ...]) -> tuple[LossResult, Saved]:
-    """The loss, and the gradients of hidden, weight and bias that are wanted."""
+    """The loss, and the gradients of hidden, weight, bias, A and B that are wanted."""
     hidden, weight, ids, bias = call.hidden, call.weight, call.ids, call.bias
-    config = spec.configure(call)
+    config, (A, B) = spec.configure(call), matrices(call)
     shape, (V, D) = tuple(ids.shape), weight.shape
     sequences, mask = layout(shape, call.cu_seqlens), _mask_of(call)
     dtype = accumulator(hidden, weight, bias)
@@ -137,9 +139,9 @@ def _one_pass(call: LinearPolicyLossCall, wanted: tuple[bool, ...]) -> tuple[Los
     T = temperatures(call.temperature, ids.shape, dtype, hidden.device)
     active = flat_mask.nonzero()[:, 0] if flat_mask is not None and readable(flat_mask) else None
     some = slice(None) if active is None else active  # rows that are worked on
-    flat = hidden.reshape(-1, D)
+    flat, counted = hidden.reshape(-1, D), chosen.counted if active is None else None
     one_pass = FusedLoss(
-        head=Head(flat, weight, bias, call.logit_scale, active, chosen.counted if active is None else None, dtype),
+        head=Head(flat, weight, bias, call.logit_scale, active, counted, dtype, lora=call.lora),
         ids=chosen.ids[some],
         T=T[some],
         shard=shard,
@@ -152,13 +154,15 @@ def _one_pass(call: LinearPolicyLossCall, wanted: tuple[bool, ...]) -> tuple[Los
         hidden=torch.zeros_like(flat, memory_format=torch.contiguous_format) if wanted[0] else None,
         weight=T.new_zeros(weight.shape) if wanted[1] else None,
         bias=T.new_zeros(V) if wanted[2] else None,
+        A=T.new_zeros(A.shape) if A is not None and wanted[3] else None,
+        B=T.new_zeros(B.shape) if B is not None and wanted[4] else None,
     )
     values, H = one_pass.run(into)
     values, H = values.view(shape), None if H is None else H.view(shape)
     at = coefficients(values, H, batch, config, sequences)
     value, stats = summary(at, H, batch, config, sequences)
     d_hidden = None if into.hidden is None else into.hidden.view(hidden.shape)
-    return LossResult(value, stats, values, H), (d_hidden, into.weight, into.bias)
+    return LossResult(value, stats, values, H), (d_hidden, into.weight, into.bias, into.A, into.B)
 
 
 def _per_token(config: LossConfig, support: Support | None, old: Tensor | None, rollout: Tensor | None) -> bool:

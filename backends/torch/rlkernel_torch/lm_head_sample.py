@@ -17,7 +17,7 @@ from rlkernel_common.row_statistics import accumulator, cap
 from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_core.spec.sampling import SampleResult
-from rlkernel_torch.head import Head
+from rlkernel_torch.head import Head, readable_head, stored
 from rlkernel_torch.running_draw import RunningDraw
 from rlkernel_torch.sample import sample
 
@@ -26,8 +26,10 @@ def lm_head_sample(call: LmHeadSampleCall) -> SampleResult:
     """Draw one token per row: rlkernel_core.spec.lm_head_sample.LmHeadSampleCall is the contract."""
     hidden, weight, bias = call.hidden, call.weight, call.bias
     V = call.vocab_size or weight.shape[0]
-    dtype = accumulator(hidden, weight, bias)
-    head = Head(hidden, weight[:V], None if bias is None else bias[:V], call.logit_scale, None, None, dtype)
+    dtype = accumulator(hidden, stored(weight), bias)
+    head = Head(
+        hidden, readable_head(weight), bias, call.logit_scale, None, None, dtype, lora=call.lora, vocab=V
+    )  # fmt: skip
     filtered = not (call.top_k is call.top_p is call.min_p is None)
     if filtered or call.top_n or call.rank or call.entropy or call.kept_capacity:
         tiles = [_tile(head, ids, call.softcap) for ids in head.tiles()]

@@ -64,6 +64,7 @@ CLAIMS: Final[Mapping[str, Claim]] = {
     ),
     "linear_logprob": Claim(
         "rlkernel_triton.linear_logprob.launch:prepare",
+        without=frozenset({"quantized"}),
         workspace="rlkernel_triton.linear_logprob.launch:workspace",
         prepared=True,
         gradient="rlkernel_triton.linear_logprob.launch:LinearLogprobPair",
@@ -82,7 +83,12 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         gradient="rlkernel_triton.linear_divergence.launch:LinearDivergencePair",
     ),
     "sample": Claim("rlkernel_triton.sample.launch:prepare", prepared=True, sums="g64/s8/tree/f32"),
-    "lm_head_sample": Claim("rlkernel_triton.lm_head_sample.launch:prepare", prepared=True, sums="mma16/g64/tree/f32"),
+    "lm_head_sample": Claim(
+        "rlkernel_triton.lm_head_sample.launch:prepare",
+        without=frozenset({"quantized"}),
+        prepared=True,
+        sums="mma16/g64/tree/f32",
+    ),
     "verify": Claim("rlkernel_triton.verify.launch:prepare", prepared=True),
     # Captured Triton kernels have been reported to fault on gfx11 and gfx12.
     "capture": Claim(

@@ -261,6 +261,11 @@ def _head(B: int, V: int = _V, dtype: torch.dtype = BF16, **more: Any) -> dict[s
     return {**given, "ids": _whole(B), "entropy": True, **more}
 
 
+def _lora(V: int, dtype: torch.dtype, *, grad: bool = False) -> LoRA:
+    """An adapter of the head."""
+    return LoRA(_real(16, _D, dtype=dtype, grad=grad), _real(V, 16, dtype=dtype, grad=grad), 2.0)
+
+
 def _heads(name: str, dtype: torch.dtype) -> dict[str, Workload]:
     B, once = 260, dict[str, Any](backward="recompute")
     every = {n: x for n, x in _rows(B, _V, dtype).items() if n != "logits"}
@@ -283,6 +288,13 @@ _LINEAR: Final = {
         )
         for name, dtype in (("bf16", BF16), ("fp32", FP32))
     },
+    **{
+        f"bf16, LoRA in {name}": Workload(_head(260, lora=_lora(_V, dtype, grad=True)), ("logprob", "entropy"))
+        for name, dtype in (("bf16", BF16), ("fp32", FP32))
+    },
+    "fp32, LoRA, 5 ids a row, mask": Workload(
+        _head(260, dtype=FP32, ids=_whole(260, 5), mask=_flags(260), lora=_lora(_V, FP32, grad=True)), ("logprob",)
+    ),
     "bf16, 5 ids a row, everything": Workload(
         _head(
             260,
@@ -350,6 +362,8 @@ _HEAD_SAMPLE: Final = {
         _FEW, raw_logprob=True, slot=_whole(_FEW), logit_bias=LogitBias(_whole(20), _real(20), _whole(_FEW + 1))
     ),
     "bf16, top-p, cap": _drawn(_MANY_ROWS, top_p=_real(_MANY_ROWS), softcap=30.0),
+    "bf16, LoRA, few rows": _drawn(_FEW, lora=_lora(_DRAWN, BF16)),
+    "bf16, LoRA in fp32, many rows": _drawn(_MANY_ROWS, lora=_lora(_DRAWN, FP32)),
 }  # fmt: skip
 
 

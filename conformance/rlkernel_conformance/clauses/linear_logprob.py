@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.clauses import linear_logprob_calls, listed_ids
+from rlkernel_conformance.clauses import linear_logprob_calls, linear_logprob_lora, listed_ids, quantized_heads
 from rlkernel_conformance.clauses.linear_logprob_heads import (
     TEMPERATURES,
     Head,
@@ -28,7 +28,8 @@ from rlkernel_conformance.compare import Violation, close, plain, require, same_
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.spec.logprob import LogprobResult, Support
 
-__all__ = ["linear_logprob_calls", "listed_ids"]  # the attacks of all these modules are registered together
+# whose attacks are registered with these
+__all__ = ["linear_logprob_calls", "linear_logprob_lora", "listed_ids", "quantized_heads"]
 
 
 def options(subject: Subject) -> dict[str, Any]:

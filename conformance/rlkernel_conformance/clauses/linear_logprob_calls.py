@@ -20,6 +20,7 @@ from rlkernel_conformance.clauses.linear_logprob_heads import (
     gradients,
     heads,
     lists,
+    of_shard,
     small,
     with_leaves,
 )
@@ -33,10 +34,14 @@ WIDE = 1024  # a row of logits in fp32 is 4096 bytes: one that is kept per row o
 
 
 def listed(subject: Subject, case: Head, **more: Any) -> list[dict[str, Any]]:
-    """A call, and one with three ids of each row where that is claimed."""
+    """A call; one with three ids of each row, and one with LoRA, where these are claimed."""
     given = case.given(subject, **more)
-    several = "many_ids" in subject.claims
-    return [given, {**given, "ids": lists(case.N, case.V, 3, case.seed, subject.device)}] if several else [given]
+    found = [given]
+    if "many_ids" in subject.claims:
+        found.append({**given, "ids": lists(case.N, case.V, 3, case.seed, subject.device)})
+    if "lora" in subject.claims:
+        found.append({**given, "lora": replace(case, rank=3).lora(subject)})
+    return found
 
 
 def extra(subject: Subject, given: dict[str, Any], **more: Any) -> int:
@@ -91,8 +96,7 @@ def sharded(subject: Subject, case: Head, cuts: list[int]) -> list[Any]:
     given = case.given(subject)
 
     def on_rank(rank: int, group: Any) -> Any:
-        part = slice(cuts[rank], cuts[rank + 1])
-        mine = {k: x[part] if k in {"weight", "bias"} else x for k, x in given.items()}
+        mine = of_shard(given, slice(cuts[rank], cuts[rank + 1]))
         if "grad" not in subject.claims:
             return subject(**mine, group=group), {}
         call, leaves = with_leaves(mine)
@@ -105,7 +109,7 @@ def sharded(subject: Subject, case: Head, cuts: list[int]) -> list[Any]:
 @attack("LL-20", lambda s: heads(s, plainly=True, N=4), scale=0.2)
 def shards_equal_the_whole(subject: Subject, case: Head) -> None:
     """Two ranks with shards of different sizes; ids lie on either."""
-    case = replace(case, V=max(case.V, 7), bias="bias" in subject.claims)
+    case = replace(case, V=max(case.V, 7), bias="bias" in subject.claims, rank=3 if "lora" in subject.claims else 0)
     given = case.given(subject)
     ranks = sharded(subject, case, [0, case.V // 3, case.V])
     want = definition(given)
@@ -118,9 +122,10 @@ def shards_equal_the_whole(subject: Subject, case: Head) -> None:
     call, leaves = with_leaves(given)
     out = subject(**call)
     whole = gradients({"logprob": out.logprob}, {"logprob": torch.ones_like(out.logprob)}, leaves)
-    joined = {n: torch.cat([grads[n] for _, grads in ranks]) for n in whole if n != "hidden"}
+    everywhere = {"hidden", "lora.A"} & set(whole)
+    joined = {n: torch.cat([grads[n] for _, grads in ranks]) for n in whole if n not in everywhere}
     size = float(whole["weight"].double().norm())
-    for found in ({"hidden": ranks[0][1]["hidden"]}, {"hidden": ranks[1][1]["hidden"]}, joined):
+    for found in (*({n: grads[n] for n in everywhere} for _, grads in ranks), joined):
         check_gradients(subject, found, {n: plain(whole[n], n) for n in found}, case.dtype, size)
 
 
@@ -145,20 +150,20 @@ def a_group_of_one_gives_the_bits_of_none(subject: Subject, case: Head) -> None:
 
 @attack("LL-22", lambda s: heads(s, plainly=True, N=4), scale=0.3)
 def ranks_agree_bit_by_bit(subject: Subject, case: Head) -> None:
-    """Results and dX of three ranks."""
-    case = replace(case, V=max(case.V, 7))
+    """Results, dX and dA of three ranks."""
+    case = replace(case, V=max(case.V, 7), rank=3 * (case.seed % 2) if "lora" in subject.claims else 0)
     (first, grads), *others = sharded(subject, case, [0, 2, case.V // 2 + 1, case.V])
     for out, more in others:
         same_results(out, first, "on another rank")
-        if more:
-            same_bits("dX", more["hidden"], grads["hidden"], "on another rank")
+        for name in {"hidden", "lora.A"} & set(more):
+            same_bits(f"d_{name}", more[name], grads[name], "on another rank")
 
 
 @attack("LL-32", lambda s: heads(s, N=3).map(long), scale=0.3)
 def any_number_of_ranks_gives_the_same_bits(subject: Subject, case: Head) -> None:
     """One without a group, and groups of 1, 2, 4 and 8; with what is claimed of entropy and support."""
     calls = listed(subject, case, **({"entropy": True} if "entropy" in subject.claims else {}))
-    given = calls[-(case.seed % 3 == 0)]
+    given = calls[case.seed % len(calls)]
     if given is calls[0] and "support" in subject.claims:
         every = [
             torch.cat([chosen[None], torch.arange(i, case.V, 97, device=chosen.device)])
@@ -171,8 +176,7 @@ def any_number_of_ranks_gives_the_same_bits(subject: Subject, case: Head) -> Non
         share = case.V // ranks
 
         def on_rank(rank: int, group: Any, share: int = share) -> Any:
-            mine = slice(rank * share, (rank + 1) * share)
-            return subject(**{k: x[mine] if k in {"weight", "bias"} else x for k, x in given.items()}, group=group)
+            return subject(**of_shard(given, slice(rank * share, (rank + 1) * share)), group=group)
 
         same_results(on_ranks(subject, ranks, on_rank)[-1], want, f"on {ranks} ranks")
 
@@ -303,11 +307,12 @@ def one_bad_row_spoils_one_row(subject: Subject, case: Head) -> None:
 
 
 def with_mask(subject: Subject, case: Head) -> dict[str, Any]:
-    """The call with a mask, with entropies and with several ids per row, where these are claimed.
+    """The call with a mask, with entropies, and with several ids per row or LoRA, where these are claimed.
 
     Two cases that differ in their seeds alone have the same shapes.
     """
-    given = listed(subject, case)[-(case.D % 2)]
+    calls = listed(subject, case)
+    given = calls[case.D % len(calls)]
     if "mask" in subject.claims:
         given["mask"] = torch.arange(case.N, device=subject.device) % 2 == case.seed % 2
     return given | ({"entropy": True} if "entropy" in subject.claims else {})

@@ -1,6 +1,6 @@
 """Small heads for the attacks on linear_logprob@1 and linear_policy_loss@1, and their float64 definition.
 
-Legend: N rows · D hidden · V vocabulary · K listed ids of a row.
+Legend: N rows · D hidden · V vocabulary · K listed ids of a row · r rank of a low-rank addition.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from rlkernel_conformance import draw
 from rlkernel_conformance.compare import plain, require
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import logprob as oracle
+from rlkernel_core.spec.qmatmul import LoRA
 
 TEMPERATURES: Final = (1.0, 0.5, 0.7, 1.7)
 SIZES: Final = (1, 2, 3, 7, 33, 127, 1000, 1031)
 OPERANDS: Final = ("hidden", "weight", "bias")
+MATRICES: Final = ("lora.A", "lora.B")
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Head:
     bias: bool = False
     softcap: float = 0.0  # 0: none
     logit_scale: float = 1.0
+    rank: int = 0  # of a low-rank addition to the head; 0: none
 
     def given(self, subject: Subject, **change: Any) -> dict[str, Any]:
         """Arguments of the operator."""
@@ -53,7 +56,16 @@ class Head:
             out["bias"] = draw.normal((self.V,), self.seed + 8, subject.device, self.dtype)
         if self.softcap:
             out["softcap"] = self.softcap
+        if self.rank:
+            out["lora"] = self.lora(subject)
         return {**out, **change}
+
+    def lora(self, subject: Subject, dtype: str = "", scale: float = 0.5) -> LoRA:
+        """An addition whose logits have a standard deviation of about 2 scale; dtype: "" for that of hidden."""
+        A = draw.normal((self.rank, self.D), self.seed + 9, subject.device)
+        B = 2 * draw.normal((self.V, self.rank), self.seed + 10, subject.device)
+        kind = getattr(torch, dtype or self.dtype)
+        return LoRA((A / self.D**0.5).to(kind), (B / self.rank**0.5).to(kind), scale)
 
 
 def lists(N: int, V: int, K: int, seed: int, device: str) -> Tensor:
@@ -63,9 +75,26 @@ def lists(N: int, V: int, K: int, seed: int, device: str) -> Tensor:
     return ids
 
 
+def of_shard(given: Mapping[str, Any], part: slice) -> dict[str, Any]:
+    """The call of a rank that has these columns of the vocabulary."""
+    mine = {k: x[part] if k in {"weight", "bias"} else x for k, x in given.items()}
+    lora = given.get("lora")
+    return mine if lora is None else {**mine, "lora": LoRA(lora.A, lora.B[part], lora.scale)}
+
+
+def matrices(given: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Scale times A and B of the low-rank addition in float64: [r, D] and [V, r]."""
+    lora = given["lora"]
+    return lora.scale * plain(lora.A, "lora.A").astype(np.float64), plain(lora.B, "lora.B").astype(np.float64)
+
+
 def logits(given: Mapping[str, Any]) -> Any:
-    """(hidden @ weight.T + bias) * logit_scale in float64, [N, V]."""
-    x = plain(given["hidden"], "hidden") @ plain(given["weight"], "weight").T
+    """(hidden @ weight.T + the low-rank addition + bias) * logit_scale in float64, [N, V]."""
+    hidden = plain(given["hidden"], "hidden")
+    x = hidden @ plain(given["weight"], "weight").T
+    if given.get("lora") is not None:
+        A, B = matrices(given)
+        x = x + (hidden @ A.T) @ B.T
     if given.get("bias") is not None:
         x = x + plain(given["bias"], "bias")
     return x * given["logit_scale"]
@@ -81,9 +110,15 @@ def definition(given: Mapping[str, Any], g: Mapping[str, Any] | None = None, kep
 
 def operand_gradients(given: Mapping[str, Any], dz: Any) -> dict[str, Any]:
     """Gradients of the operands from that of the scaled logits, [N, V]."""
-    dz = dz * given["logit_scale"]
-    out = {"hidden": dz @ plain(given["weight"], "weight"), "weight": dz.T @ plain(given["hidden"], "hidden")}
-    return {**out, "bias": dz.sum(0)} if given.get("bias") is not None else out
+    dz, hidden = dz * given["logit_scale"], plain(given["hidden"], "hidden")
+    out = {"hidden": dz @ plain(given["weight"], "weight"), "weight": dz.T @ hidden}
+    if given.get("bias") is not None:
+        out["bias"] = dz.sum(0)
+    if given.get("lora") is not None:
+        A, B = matrices(given)
+        out["hidden"] = out["hidden"] + (dz @ B) @ A
+        out |= {"lora.A": given["lora"].scale * (dz @ B).T @ hidden, "lora.B": dz.T @ (hidden @ A.T)}
+    return out
 
 
 def sizes(given: Mapping[str, Any], dz: Any, least: float) -> dict[str, float]:
@@ -93,13 +128,22 @@ def sizes(given: Mapping[str, Any], dz: Any, least: float) -> dict[str, float]:
     """
     squared = {**given, "logit_scale": given["logit_scale"] ** 2}
     squared |= {n: given[n].double().square() for n in ("hidden", "weight")}
+    if given.get("lora") is not None:
+        lora = given["lora"]
+        squared["lora"] = LoRA(lora.A.double().square(), lora.B.double().square(), lora.scale**2)
     return {n: max(least, float(x.sum()) ** 0.5) for n, x in operand_gradients(squared, np.square(dz)).items()}
 
 
 def with_leaves(given: Mapping[str, Any], frozen: tuple[str, ...] = ()) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The call with operands that require gradients, and these operands."""
-    leaves = {n: given[n].clone().requires_grad_() for n in OPERANDS if given.get(n) is not None and n not in frozen}
-    return {**given, **leaves}, leaves
+    """The call with operands that require gradients, and these operands; those of LoRA are named lora.A and lora.B."""
+    operands, lora = {n: given[n] for n in OPERANDS if given.get(n) is not None}, given.get("lora")
+    if lora is not None:
+        operands |= {"lora.A": lora.A, "lora.B": lora.B}
+    leaves = {n: x.clone().requires_grad_() for n, x in operands.items() if n not in frozen}
+    call = {**given, **{n: x for n, x in leaves.items() if n in OPERANDS}}
+    if lora is not None:
+        call["lora"] = LoRA(leaves.get("lora.A", lora.A), leaves.get("lora.B", lora.B), lora.scale)
+    return call, leaves
 
 
 def check_gradients(
@@ -141,6 +185,7 @@ def heads(subject: Subject, *, plainly: bool = False, **fixed: Any) -> st.Search
         "bias": some("bias", (False, True)),
         "softcap": some("softcap", (0.0, 5.0)),
         "logit_scale": some("logit_scale", (1.0, 0.5, 2.0)),
+        "rank": some("lora", (0, 0, 3)),
     }
     return st.builds(Head, **{**fields, **{k: st.just(v) for k, v in fixed.items()}})
 

@@ -13,7 +13,13 @@ from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.call_checks import leaves, same_results
 from rlkernel_conformance.clauses.derived_attacks import derive
-from rlkernel_conformance.clauses.linear_logprob_heads import Head, check_gradients, definition, with_leaves
+from rlkernel_conformance.clauses.linear_logprob_heads import (
+    Head,
+    check_gradients,
+    definition,
+    of_shard,
+    with_leaves,
+)
 from rlkernel_conformance.clauses.linear_policy_loss_steps import (
     Step,
     check_factor,
@@ -286,18 +292,16 @@ def shards_equal_the_whole(subject: Subject, case: Step) -> None:
     cuts = [0, case.head.V // 3, case.head.V]
 
     def on_rank(rank: int, group: Any) -> Any:
-        part = slice(cuts[rank], cuts[rank + 1])
-        return run(
-            subject, {**{k: x[part] if k in {"weight", "bias"} else x for k, x in given.items()}, "group": group}
-        )
+        return run(subject, {**of_shard(given, slice(cuts[rank], cuts[rank + 1])), "group": group})
 
     ranks = on_ranks(subject, 2, on_rank)
     for out, _ in ranks:
         check_loss(subject, case, out.loss)
     if ranks[0][1]:
-        joined = {n: torch.cat([grads[n] for _, grads in ranks]) for n in ranks[0][1] if n != "hidden"}
+        everywhere = {"hidden", "lora.A"} & set(ranks[0][1])
+        joined = {n: torch.cat([grads[n] for _, grads in ranks]) for n in ranks[0][1] if n not in everywhere}
         for _, grads in ranks:
-            check_operands(subject, case, {**joined, "hidden": grads["hidden"]})
+            check_operands(subject, case, {**joined, **{n: grads[n] for n in everywhere}})
     same_results(ranks[1][0], ranks[0][0], "on another rank")
 
 
@@ -325,6 +329,17 @@ def ranks_are_one_batch(subject: Subject, case: Step) -> None:
             mean["hidden"] = torch.cat([g["hidden"] for g in of]) / len(of)
         if mean:
             check_operands(subject, case, mean)
+
+
+@attack("LPL-20", lambda s: steps(s, rank=3), scale=0.5)
+def lora_is_a_part_of_the_head(subject: Subject, case: Step) -> None:
+    """Loss, and gradients of A, B and hidden with the head frozen, and trained."""
+    given = case.given(subject)
+    for frozen in ((), ("weight", "bias")):
+        out, grads = run(subject, given, frozen)
+        check_loss(subject, case, out.loss)
+        if grads:
+            check_operands(subject, case, grads)
 
 
 @attack("LPL-13", steps, scale=0.5)

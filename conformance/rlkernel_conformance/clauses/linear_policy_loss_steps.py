@@ -254,12 +254,13 @@ def steps(subject: Subject, *, plainly: bool = False, **fixed: Any) -> st.Search
         "bias": st.booleans() if "bias" in names else st.just(False),
         "softcap": some("softcap", (0.0, 5.0)),
         "logit_scale": some("logit_scale", (1.0, 0.5, 2.0)),
+        "rank": some("lora", (0, 0, 3)),
         "option": st.just("")
         if plainly
         else st.sampled_from(("", *(o for o, f in OPTIONS.items() if f <= subject.claims))),
     }
     fields |= {k: st.just(v) for k, v in fixed.items() if k not in {"kind", "level"}}
-    of_head = ("seed", "D", "V", "dtype", "temperature", "bias", "softcap", "logit_scale")
+    of_head = ("seed", "D", "V", "dtype", "temperature", "bias", "softcap", "logit_scale", "rank")
 
     def build(kind: tuple[str, str], **values: Any) -> Step:
         option, head = values.pop("option"), {n: values[n] for n in of_head}

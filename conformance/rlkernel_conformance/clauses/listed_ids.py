@@ -25,6 +25,7 @@ from rlkernel_conformance.clauses.linear_logprob_heads import (
     gradients,
     heads,
     lists,
+    of_shard,
     operand_gradients,
     sizes,
     small,
@@ -238,8 +239,7 @@ def each_listed_id_of_a_head_matches_float64(subject: Subject, case: Head) -> No
         cuts = (0, (case.V + 2) // 3, case.V)
 
         def on_rank(rank: int, group: Any) -> Any:
-            part = slice(cuts[rank], cuts[rank + 1])
-            mine = {k: x[part] if k in {"weight", "bias"} else x for k, x in given.items()}
+            mine = of_shard(given, slice(cuts[rank], cuts[rank + 1]))
             return subject(**mine, group=group)
 
         for each in on_ranks(subject, 2, on_rank):

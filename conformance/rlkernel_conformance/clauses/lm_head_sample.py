@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.call_checks import leaves
+from rlkernel_conformance.clauses import quantized_heads
 from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.clauses.lm_heads import SCALE, Heads, Largest, Operands, as_defined, heads
 from rlkernel_conformance.clauses.sample.cases import same_draws
@@ -21,7 +22,10 @@ from rlkernel_conformance.compare import close, plain, require, same_bits
 from rlkernel_conformance.goodness_of_fit import follows
 from rlkernel_conformance.sampling_batches import Batch, to
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_core.spec.sampling import SampleResult, Status, TokenLists
+
+__all__ = ["quantized_heads"]  # whose attacks are registered with these
 
 
 @attack("LH-01", heads, scale=SCALE, examples=(Heads(0),))
@@ -347,6 +351,18 @@ def the_same_request_draws_again_what_it_drew(subject: Subject, case: Heads) -> 
         same_bits("token", subject(**given).token, want, "when called again")
     finally:
         torch.set_rng_state(state)
+
+
+@attack("LH-23", heads, scale=SCALE)
+def lora_adds_its_product(subject: Subject, case: Heads) -> None:
+    """Before scale and cap, where those are claimed; of two ranks, and in fp32 beside any head; written in place."""
+    g, r = torch.Generator().manual_seed(case.seed + 10), (2, 18)[case.seed % 2]
+    kind = torch.float32 if case.seed % 3 else getattr(torch, case.dtype)
+    lora = LoRA(*(torch.randn(*shape, generator=g).to(kind) for shape in ((r, case.D), (case.V, r))), scale=-0.3)
+    more = {n: v for n, v in {"logit_scale": 0.5, "softcap": 3.0}.items() if n in subject.claims}
+    as_defined(subject, case.operands(subject, lora=lora, **more))
+    lora.B.mul_(-1)
+    as_defined(subject, case.operands(subject, lora=lora))
 
 
 @attack("LH-21", lambda s: heads(s, N=5), scale=SCALE)

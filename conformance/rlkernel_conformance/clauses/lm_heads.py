@@ -95,17 +95,22 @@ class Heads:
         return orders[filtered % len(orders)], ties[filtered // 3 % len(ties)], streams[self.seed % len(streams)]
 
     def operands(self, subject: Subject, **head: Any) -> Operands:
-        """The call, with `head` among its arguments: bias [V], logit_scale, softcap."""
+        """The call, with `head` among its arguments: bias [V], lora, logit_scale, softcap, weight [V, D]."""
         g = torch.Generator().manual_seed(self.seed)
         kind = getattr(torch, self.dtype)
         hidden = (torch.randn(self.N, self.D, generator=g, dtype=torch.float64) * 1.5).to(kind)
         weight = torch.randn(self.V, self.D, generator=g, dtype=torch.float64).to(kind)
+        weight = head.get("weight", weight)
         order, tie, stream = self.ways(subject, plainly=not head)
         if tie == "keep_all":  # products and sums that no order of summation rounds, many of them equal
             hidden, weight = (torch.round(4 * t) / 4 for t in (hidden, weight))
-        bias = head.get("bias")
+        bias, lora = head.get("bias"), head.get("lora")
         x = hidden.double() @ weight.double().T
         size = hidden.double().abs() @ weight.double().abs().T
+        if lora is not None:
+            x = x + lora.scale * (hidden.double() @ lora.A.double().T) @ lora.B.double().T
+            of_factor = hidden.double().abs() @ lora.A.double().abs().T
+            size = size + abs(lora.scale) * of_factor @ lora.B.double().abs().T
         if bias is not None:
             x, size = x + bias.double(), size + bias.double().abs().nan_to_num(posinf=0.0)
         x, size = x * head.get("logit_scale", 1.0), size * head.get("logit_scale", 1.0)

@@ -22,8 +22,10 @@ from rlkernel_conformance.mutants.logprob import (
     support_ignored,
     temperature_twice,
 )
+from rlkernel_core.quant import QuantTensor, dequantize
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.logprob import LogprobResult
+from rlkernel_core.spec.qmatmul import LoRA
 
 _NARROW: Final = {torch.bfloat16, torch.float16}
 
@@ -88,6 +90,35 @@ def accumulates_in_16_bits(right: Run, call: LinearLogprobCall) -> LogprobResult
 
 def frozen_head(call: Any) -> bool:
     return call.hidden.requires_grad and not call.weight.requires_grad
+
+
+_MERGED: Final[dict[Any, Any]] = {}
+
+
+def merges_once(right: Run, call: LinearLogprobCall) -> LogprobResult:
+    lora = call.lora
+    if lora is None or lora.requires_grad:
+        return right(call)
+    key = (lora.A.data_ptr(), lora.B.data_ptr(), lora.A.shape, lora.B.shape, lora.A.dtype, lora.scale)
+    if key not in _MERGED:
+        _MERGED[key] = (lora.A, lora.B, lora.B.clone())  # nobody else gets the addresses
+    return right(replace(call, lora=replace(lora, B=_MERGED[key][-1])))
+
+
+def adapter_in_the_dtype_of_hidden(call: LinearLogprobCall) -> LoRA | None:
+    lora, kind = call.lora, call.hidden.dtype
+    return lora if lora is None or lora.requires_grad else replace(lora, A=lora.A.to(kind), B=lora.B.to(kind))
+
+
+def decoded_to_16_bits(weight: Any) -> Any:
+    return dequantize(weight, dtype=torch.bfloat16).float() if isinstance(weight, QuantTensor) else weight
+
+
+def factor_detached(call: Any) -> LoRA | None:
+    lora: LoRA | None = call.lora
+    if lora is None or not lora.A.requires_grad:
+        return lora
+    return replace(lora, A=plant.with_gradient_times(lora.A, 0.0))
 
 
 def shifted_shards(call: Any) -> Tensor:
@@ -185,5 +216,15 @@ BUGS: Final = {
         "one NaN row poisons the batch: a maximum over the block",
         plant.returns(logprob=lambda c, o: torch.where(o.lse.isnan().any(), torch.nan, o.logprob)),
     ),
+    "lora_ignored": Bug("LL-36", "an adapter of the head accepted and ignored", plant.ignores("lora")),
+    "lora_scale_lost": Bug("LL-36", "the scale of LoRA lost", plant.maps(lora=lambda x: replace(x, scale=1.0))),
+    "adapter_rounded": Bug(
+        "LL-36", "adapters of 32 bits rounded to the dtype of hidden", plant.given(lora=adapter_in_the_dtype_of_hidden)
+    ),
+    "factor_detached": Bug("LL-37", "no gradient reaches A", plant.given(lora=factor_detached)),
+    "quantized_head_rounded": Bug(
+        "LL-39", "a quantized head decoded to 16 bits", plant.maps(weight=decoded_to_16_bits)
+    ),
+    "merges_once": Bug("LL-38", "an adapter merged when it is first seen", merges_once),
     **OF_A_HEAD,
 }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rlkernel_conformance.mutants import plant
 from rlkernel_conformance.mutants.bug import Bug, Run
-from rlkernel_conformance.mutants.linear_logprob import caps_last, frozen_head, shifted_shards
+from rlkernel_conformance.mutants.linear_logprob import caps_last, factor_detached, frozen_head, shifted_shards
 from rlkernel_conformance.mutants.logprob import clamped
 from rlkernel_conformance.mutants.policy_loss import mean_of_nothing
 from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
@@ -136,6 +136,8 @@ BUGS: Final = {
         "LPL-18", "temperature 0 clamped instead of refused", temperature=clamped
     ),
     "anonymous_errors": plant.anonymous_errors("LPL-18"),
+    "lora_ignored": Bug("LPL-20", "an adapter of the head accepted and ignored", plant.ignores("lora")),
+    "factor_detached": Bug("LPL-20", "no gradient reaches A of an adapter", plant.given(lora=factor_detached)),
     "local_counts": Bug("LPL-19", "counts of the rank at hand: a group without effect", plant.ignores("process_group")),
     "gradient_to_be_summed": Bug(
         "LPL-19",

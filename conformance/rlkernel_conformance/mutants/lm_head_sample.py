@@ -10,7 +10,9 @@ from torch import Tensor
 
 from rlkernel_conformance.mutants import plant
 from rlkernel_conformance.mutants.bug import Bug, Run
+from rlkernel_conformance.mutants.linear_logprob import decoded_to_16_bits
 from rlkernel_conformance.mutants.sample import FILTERS, draws_anew, with_status
+from rlkernel_core.spec.linear_logprob import stored_head
 from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_core.spec.sampling import LogitBias, SampleResult, Status
@@ -23,7 +25,7 @@ def logits_of(call: LmHeadSampleCall) -> Tensor:
     """[N, V] all logits, made at once."""
     V = call.vocab_size or call.weight.shape[0]
     dtype = torch.promote_types(call.hidden.dtype, torch.float32)
-    logits = call.hidden.to(dtype) @ call.weight[:V].to(dtype).T
+    logits = call.hidden.to(dtype) @ stored_head(call)[:V].to(dtype).T
     if call.bias is not None:
         logits = logits + call.bias[:V]
     logits = logits * call.logit_scale
@@ -146,5 +148,14 @@ BUGS: Final = {
         plant.returns(token=lambda c, o: o.token if c.slot is None else torch.where(c.slot < 0, 0, o.token)),
     ),
     "draws_anew": Bug("LH-22", "noise of a generator that runs on", plant.maps(seed=draws_anew)),
+    "lora_ignored": Bug("LH-23", "an adapter of the head accepted and ignored", plant.ignores("lora")),
+    "lora_after_the_scale": Bug(
+        "LH-23",
+        "an adapter added after the scale",
+        plant.given(lora=lambda c: c.lora and replace(c.lora, scale=c.lora.scale / c.logit_scale)),
+    ),
+    "quantized_head_rounded": Bug(
+        "LH-24", "a quantized head decoded to 16 bits", plant.maps(weight=decoded_to_16_bits)
+    ),
     "asks_the_host": plant.reads_a_value("LH-17", lambda c: c.hidden),
 }

@@ -12,14 +12,16 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from rlkernel_conformance.clauses.linear_logprob_heads import operand_gradients, sizes
+from rlkernel_conformance.clauses.linear_logprob_heads import matrices, operand_gradients, sizes
 from rlkernel_conformance.clauses.linear_policy_loss_steps import FINENESS
 from rlkernel_conformance.compare import plain
 from rlkernel_conformance.spaces.logprob import REAL
 from rlkernel_conformance.spaces.space import Argument, Given, Point, Rule, Want, claimed
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.spec.qmatmul import LoRA
 
 INNER: Final = (4096, 11008, 14336, 27648)  # hidden and intermediate sizes of Llama and Qwen
+LORAS: Final = ((1, -2.0), (3, 0.5), (70, 0.25))  # rank and scale
 SCALED: Final = {"bias": ("given", "forbids", "large")}
 
 
@@ -33,6 +35,7 @@ def head_factors(subject: Subject) -> Mapping[str, Sequence[Any]]:
         "dtype": subject.dtypes,
         "weight dtype": claimed(subject, {"": "", **others}),
         "bias": claimed(subject, {"": "", **dict.fromkeys(SCALED["bias"], "bias")}),
+        "lora": claimed(subject, {None: "", **dict.fromkeys(LORAS, "lora")}),
         "logit scale": claimed(subject, {1.0: "", 0.5: "logit_scale", 2.5: "logit_scale"}),
         "softcap": claimed(subject, {None: "", 1.5: "softcap", 50.0: "softcap"}),
         "workspace": claimed(subject, {None: "", 1 << 28: "max_workspace_bytes"}),
@@ -57,6 +60,10 @@ def head_of(subject: Subject, point: Point, n: int) -> Given:
         if point["bias"] == "forbids":
             bias[1:] = torch.where(torch.rand(V - 1, generator=g) < 0.4, -torch.inf, bias[1:])
         given["bias"] = (bias + (100.0 if point["bias"] == "large" else 0.0)).to(kind)
+    if point["lora"]:
+        r, scale = point["lora"]
+        A, B = (torch.randn(*shape, generator=g, dtype=torch.float64) for shape in ((r, D), (V, r)))
+        given["lora"] = LoRA((A / D**0.5).to(subject.device, kind), (B / r**0.5).to(subject.device, kind), scale)
     given |= {"softcap": point["softcap"]} if point["softcap"] else {}
     given |= {"logit_scale": point["logit scale"]} if point["logit scale"] != 1.0 else {}
     given |= {"max_workspace_bytes": point["workspace"]} if point["workspace"] else {}
@@ -75,6 +82,9 @@ def logits_of(given: Given, counted: Any) -> Any:
     hidden = plain(given["hidden"], "hidden")
     hidden = np.where(counted[:, None], hidden.reshape(len(counted), hidden.shape[-1]), 0.0)
     x = hidden @ plain(given["weight"], "weight").T
+    if given.get("lora") is not None:
+        A, B = matrices(given)
+        x = x + (hidden @ A.T) @ B.T
     if given.get("bias") is not None:
         x = x + plain(given["bias"], "bias")
     return x * given.get("logit_scale", 1.0)
@@ -113,14 +123,16 @@ def head_gradients(subject: Subject, given: Given, counted: Any, dz: Any, least:
     hidden = np.where(counted[:, None], hidden.reshape(len(counted), hidden.shape[-1]), 0.0)
     flat = {**given, "hidden": torch.from_numpy(hidden), "logit_scale": given.get("logit_scale", 1.0)}
     found, norms = {}, sizes(flat, dz, least)
+    lora = given.get("lora")
+    like = {**given, **({} if lora is None else {"lora.A": lora.A, "lora.B": lora.B})}
     for name, values in operand_gradients(flat, dz).items():
-        dtype = coarsest(given["hidden"], given["weight"], given[name])
+        dtype = coarsest(given["hidden"], given["weight"], like[name])
         row = "grad" if subject.op == "linear_logprob" else "grad_hidden" if name == "hidden" else "grad_weight"
         atol, rtol = subject.tolerance(row, dtype)
         # Where few elements hold the norm, they may err more: see check_gradients. Those of dz are rounded, too.
         few = 1 + 3 * max(_concentration(values), _concentration(dz))
         bound = atol + rtol * few * max(float(np.linalg.norm(values)), norms[name])
-        found[f"d_{name}"] = Want(values.reshape(given[name].shape), bound, name_of(given[name]), norm=True)
+        found[f"d_{name}"] = Want(values.reshape(like[name].shape), bound, name_of(like[name]), norm=True)
     return found
 
 
@@ -134,6 +146,8 @@ OPERANDS: Final = {
     "hidden": Argument(),
     "weight": Argument(),
     "bias": Argument(dtypes=("", "float32", "bfloat16", "float16"), given=Rule(("bias",), bool)),
+    "lora.A": Argument(dtypes=("", "float32", "bfloat16", "float16"), given=Rule(("lora",), bool)),
+    "lora.B": Argument(dtypes=("", "float32", "bfloat16", "float16"), given=Rule(("lora",), bool)),
 }
 
 

@@ -26,7 +26,7 @@ from rlkernel_core.gradients import Pair, gradient_wanted
 from rlkernel_core.gradients import Saved as Tensors
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.form import filled
-from rlkernel_core.spec.linear_logprob import LinearLogprobCall
+from rlkernel_core.spec.linear_logprob import LinearLogprobCall, stored_head
 from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
 from rlkernel_core.spec.logprob import LogprobResult
 from rlkernel_cuda.linear_logprob import plan
@@ -53,7 +53,7 @@ COPY_LIMIT: Final = 64 << 20
 
 def fits(call: LinearLogprobCall) -> Reason | None:
     """Refuses a large head that would have to be copied, and sizes beyond 32-bit coordinates."""
-    weight = call.weight
+    weight = stored_head(call)
     if not aligned(weight) and 2 * weight.shape[0] * weight.shape[1] > COPY_LIMIT:
         return Reason(
             "shape",
@@ -109,6 +109,11 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
         super().__init__(call)
         self._host = host_of(call, Wanted(*self.wanted))
 
+    @classmethod
+    def inputs(cls, call: LinearLogprobCall) -> Tensors:
+        """Hidden states, weight and bias: LoRA is not claimed."""
+        return call.hidden, stored_head(call), call.bias
+
     def forward(self, call: LinearLogprobCall) -> tuple[LogprobResult, Tensors]:
         """Three launches or four, and those of the logits."""
         return self._host.forward(call, call.mask)
@@ -151,7 +156,7 @@ def like(call: LinearLogprobCall | LinearPolicyLossCall, *, masked: bool, save: 
     rows = rows_like(call.hidden, N, D, masked=masked)
     logits = saved_like(call.hidden, N, V) if save else (None, None)
     whole = None if call.group is None else call.ids.new_empty(N, dtype=torch.int32)
-    return None if masked else call.hidden, call.weight, call.bias, *rows, whole, *logits
+    return None if masked else call.hidden, stored_head(call), call.bias, *rows, whole, *logits
 
 
 class Host:
@@ -207,7 +212,7 @@ class Host:
         else:
             rows, whole = state.rows, None if self._group is None else state.target
         hidden = None if mask is not None else call.hidden
-        return result, (hidden, call.weight, call.bias, *rows, whole, *(saved or (None, None)))
+        return result, (hidden, stored_head(call), call.bias, *rows, whole, *(saved or (None, None)))
 
     def backward(self, saved: Tensors, upstream: Tensors) -> Tensors:
         """The gradients of hidden, weight and bias, where they are wanted."""
@@ -256,7 +261,7 @@ class Host:
             ranks = Ranks(self._group, chosen.ids)
             result = dataclasses.replace(result, invalid=chosen.invalid.view(self._shape))
         mask = None if mask is None else mask.view(-1)
-        return Given(hidden, call.weight, call.bias, ids, T, mask), ranks, result  # type: ignore[arg-type]
+        return Given(hidden, stored_head(call), call.bias, ids, T, mask), ranks, result  # type: ignore[arg-type]
 
     def _zeros(self) -> Tensors:
         sizes = (*self._shape, self._D), (self._V, self._D), (self._V,)
@@ -268,12 +273,12 @@ _SPENT: Final = "rlkernel_spent"  # attribute of saved logits that their gradien
 
 
 def _dtypes(call: Any) -> tuple[torch.dtype | None, ...]:
-    return tuple([None if x is None else x.dtype for x in (call.hidden, call.weight, call.bias)])
+    return tuple([None if x is None else x.dtype for x in (call.hidden, stored_head(call), call.bias)])
 
 
 def wanted_of(call: LinearLogprobCall | LinearPolicyLossCall) -> Wanted:
     """Operands of a call that gradients are wanted of."""
-    of = (call.hidden, call.weight, call.bias)
+    of = (call.hidden, stored_head(call), call.bias)
     return Wanted(*[torch.is_grad_enabled() and x is not None and x.requires_grad for x in of])
 
 
@@ -285,7 +290,7 @@ def size_of(call: LinearLogprobCall | LinearPolicyLossCall, wanted: Wanted, *, m
         wanted: operands that gradients are wanted of.
         masked: whether some rows do not count.
     """
-    hidden, weight, group = call.hidden, call.weight, call.group
+    hidden, weight, group = call.hidden, stored_head(call), call.group
     N, (V, D) = int(call.ids.numel()), map(int, weight.shape)
     copied = 0 if call.bias is None else 16 * V  # in fp32, its gradient and a slice's share of that
     if group is not None:  # dX in fp32 until the ranks have added theirs, and what each says of a row

@@ -93,6 +93,11 @@ class LinearPolicyLossPair(Pair[LinearPolicyLossCall, LossResult]):
         super().__init__(call)
         self._host = _host(call, Wanted(*self.wanted))
 
+    @classmethod
+    def inputs(cls, call: LinearPolicyLossCall) -> Tensors:
+        """Hidden states, weight and bias: LoRA is not claimed."""
+        return call.hidden, call.weight, call.bias
+
     def forward(self, call: LinearPolicyLossCall) -> tuple[LossResult, Tensors]:
         """The loss, and its gradients or what they are made of."""
         return self._host.forward(call)

@@ -8,36 +8,26 @@ Legend: N rows · D hidden · V vocabulary · n rows of a block · P tiles of V.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rlkernel_common.row_views import free_rows, take
+from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_triton.common.host import INTERPRETED
 from rlkernel_triton.common.language import triton
 from rlkernel_triton.common.listed_rows import Put
 from rlkernel_triton.common.matmul_tiles import OPERAND_TYPES, Tile, options_of, tile_of
 from rlkernel_triton.common.merge_softmax import WARPS, merge_tiles, rows_per_program
 from rlkernel_triton.common.softmax import PLANES
-from rlkernel_triton.common.softmax_rows import RowShape, RowTensors
+from rlkernel_triton.common.softmax_rows import RowShape
 from rlkernel_triton.launchers import Launch, Launcher
 from rlkernel_triton.linear_logprob import kernels
+from rlkernel_triton.linear_logprob.low_rank import LowRankBackward, LowRankGradients, strides
+from rlkernel_triton.linear_logprob.operands import HeadStats, Operands, SavedRows
 from rlkernel_triton.linear_logprob.workspace import Plan
-
-
-class RowOrder(NamedTuple):
-    """The rows that count first; the device alone knows how many they are."""
-
-    index: Tensor  # type: ignore[assignment]  # [N] int64, a permutation; in place of the method of tuples
-    count: Tensor  # type: ignore[assignment]  # [1] int64; the same
-
-    @classmethod
-    def of(cls, mask: Tensor) -> Self:
-        """The order of a mask, [N] bool, without host synchronization."""
-        index = torch.sort(mask.view(torch.uint8), descending=True, stable=True).indices
-        return cls(index, mask.sum(0, keepdim=True, dtype=torch.int64))
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -63,38 +53,6 @@ def saved_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     return torch.float16
 
 
-class Operands(NamedTuple):
-    """The tensors of a call."""
-
-    hidden: Tensor  # [..., D]
-    weight: Tensor  # [V, D]
-    bias: Tensor | None  # [V] contiguous
-    rows: RowTensors  # ids are counted from the first column of the head
-    order: RowOrder | None
-
-    def at(self) -> tuple[Tensor, Tensor]:
-        """Index and count, or pointers that no kernel follows."""
-        return (self.rows.ids, self.rows.ids) if self.order is None else self.order
-
-
-class HeadStats(NamedTuple):
-    """What the statistics of all rows are, and what a plan that saves keeps."""
-
-    merged: Tensor  # planes * N * pieces numbers, in the order [planes, N, pieces], and some more
-    logits: Tensor | None  # [N, V] saved, less the largest of their tile
-    tile_max: Tensor | None  # [N, P]
-    spare: Tensor  # the room that was asked for
-
-
-class SavedRows(NamedTuple):
-    """What the gradient needs of the forward pass."""
-
-    invalid: Tensor  # N bool
-    stats: Tensor  # 6 N numbers, as `merge_softmax` wrote them
-    logits: Tensor | None  # of `HeadStats`
-    tile_max: Tensor | None
-
-
 class Head:
     """Calls of one shape: how their blocks are worked on, each launch bound once.
 
@@ -104,6 +62,7 @@ class Head:
         weight: the output head.
         rows: what the call says of its rows; masked ones are worked on in an order.
         bias: there is one.
+        lora: the low-rank addition, of which no value is read.
         scale: factor of the logits.
         moment: the entropy is wanted.
         plan: how the work is cut.
@@ -111,8 +70,8 @@ class Head:
     """
 
     def __init__(
-        self, launcher: Launcher, hidden: Tensor, weight: Tensor, rows: RowShape, *, bias: bool, scale: float,
-        moment: bool, plan: Plan, pieces: tuple[int, int],
+        self, launcher: Launcher, hidden: Tensor, weight: Tensor, rows: RowShape, *, bias: bool,
+        lora: LoRA | None, scale: float, moment: bool, plan: Plan, pieces: tuple[int, int],
     ) -> None:  # fmt: skip
         self._launcher, self.plan, self.N, (self.V, self.D) = launcher, plan, rows.N, weight.shape
         self.device, self._masked, support = hidden.device, rows.masked, rows.kept_row_bytes is not None
@@ -140,7 +99,7 @@ class Head:
             **cut, **rows.fixed, "D": self.D, "V": self.V, "x_stride": x_stride, "head_stride": weight.stride(0),
             "head_step": weight.stride(1), "kept_stride": rows.kept_row_bytes or 0, "scale": scale,
             "softcap": rows.softcap or 0.0, "piece": pieces[1], "HAS_BIAS": bias, "HAS_INDEX": rows.masked,
-            "HAS_CAP": rows.softcap is not None, "OPERAND": self._operand,
+            "HAS_CAP": rows.softcap is not None, "OPERAND": self._operand, **strides(lora),
         }  # fmt: skip
         self._partial = self._bind(
             kernels.head_partial_softmax, self.tile, **self._fixed, MOMENT=moment, SAVE=plan.save
@@ -156,6 +115,11 @@ class Head:
         )  # fmt: skip
         numbers = (self.planes * min(plan.block, rows.N) * self._P, self.planes * rows.N * self.pieces)
         self._room = [-(-n // 4) * 4 for n in numbers]  # each begins at a multiple of 16 bytes
+        self._low_rank = None
+        if lora is not None:
+            self._low_rank = LowRankBackward(
+                self._bind, hidden, lora, self._product_tile, self._back_operand, x_stride, masked=rows.masked
+            )
         self._gradients: dict[tuple[tuple[bool, ...], int], Launch] = {}
         self._products: dict[tuple[object, ...], Launch] = {}
 
@@ -191,7 +155,8 @@ class Head:
         for first, n in self.blocks:
             cut = () if self._alone else (first, n)
             self._partial(
-                (_cdiv(n, self.tile.BM) * self._P, 1, 1), self.rows(of, first, n), of.weight, bias, ids, *at,
+                (_cdiv(n, self.tile.BM) * self._P, 1, 1), self.rows(of, first, n), of.weight, bias,
+                *of.low_rank(first, n), ids, *at,
                 *of.rows.temperatures, of.rows.bits_or_any, parts, parts if saved is None else saved[first:],
                 parts if tile_max is None else tile_max[first:], *cut,
             )  # fmt: skip
@@ -206,36 +171,46 @@ class Head:
         wanted: tuple[bool, ...],
         group: dist.ProcessGroup | None,
         put: Put | None = None,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """dX [..., D], dW [V, D] and dbias [V], each only where wanted; put: with several ids per row."""
+    ) -> tuple[Tensor | None, ...]:
+        """dX [..., D], dW [V, D], dbias [V], dA [r, D], dB [V, r], each only where wanted; put: several ids a row."""
         # Every block writes its rows and columns, so that no gradient need begin as zeros.
         d_hidden, d_weight, d_bias = (
             torch.empty_like(x, memory_format=torch.contiguous_format) if want and x is not None else None
-            for x, want in zip((of.hidden, of.weight, of.bias), wanted, strict=True)
+            for x, want in zip((of.hidden, of.weight, of.bias), wanted[:3], strict=True)
         )
+        low = None if self._low_rank is None else self._low_rank.begin(of, wanted)
         dlogits = _Dlogits(self, of, saved, upstream, put)
+        of_low_rank: tuple[Tensor | None, ...] = (None, None)
         if self._alone:
-            self._in_one_block(of, dlogits, d_hidden, d_weight, d_bias, group)
-            return d_hidden, d_weight, d_bias
-        if d_hidden is not None:
+            self._in_one_block(of, dlogits, d_hidden, d_weight, d_bias, low, group)
+            return d_hidden, d_weight, d_bias, *(of_low_rank if low is None else low.finish(group))
+        if d_hidden is not None or (low is not None and low.of_rows):
             for first, n in self.blocks:
-                acc = torch.zeros(n, self.D, dtype=torch.float32, device=self.device)
+                acc = None
+                if d_hidden is not None:
+                    acc = torch.zeros(n, self.D, dtype=torch.float32, device=self.device)
                 x = self.rows(of, first, n)
                 for start, width in self._columns:
                     dz, launch = dlogits(x, first, n, start, width), self._product("rows", add=True)
-                    weight = of.weight[start:] if start else of.weight
-                    launch(self._product_grid(n), dz, weight, of.at()[1], acc, first, n, width, width)
-                self._put(of, acc, first, d_hidden, group)
-        if d_weight is not None or d_bias is not None:
+                    if acc is not None:
+                        weight = of.weight[start:] if start else of.weight
+                        launch(self._product_grid(n), dz, weight, of.at()[1], acc, first, n, width, width)
+                    if low is not None:
+                        low.take(dz, first, n, start, width)
+                if low is not None:
+                    low.finish_rows(x, first, n, acc)
+                if d_hidden is not None and acc is not None:
+                    self._put(of, acc, first, d_hidden, group)
+        if d_weight is not None or d_bias is not None or (low is not None and low.of_columns):
             for start, width in self._columns:
                 each = ((first, n, self.rows(of, first, n)) for first, n in self.blocks)
                 some = ((first, n, x, dlogits(x, first, n, start, width)) for first, n, x in each)
-                self._to_weight(of, some, start, width, d_weight, d_bias)
-        return d_hidden, d_weight, d_bias
+                self._to_weight(of, some, start, width, d_weight, d_bias, low)
+        return d_hidden, d_weight, d_bias, *(of_low_rank if low is None else low.finish(group))
 
     def _in_one_block(
         self, of: Operands, dlogits: _Dlogits, d_hidden: Tensor | None, d_weight: Tensor | None, d_bias: Tensor | None,
-        group: dist.ProcessGroup | None,
+        low: LowRankGradients | None, group: dist.ProcessGroup | None,
     ) -> None:  # fmt: skip
         """Write the gradients where all rows are in one block: each launch is passed pointers, and a first column."""
         (_, n), most, count = self.blocks[0], self.plan.columns, of.at()[1]
@@ -249,7 +224,7 @@ class Head:
         if d_bias is not None:
             total = torch.zeros(self.V, dtype=kind, device=device)
             totals = total.split(most)
-        rows_grid, of_width = self._product_grid(n), 0
+        rows_grid, of_width, of_head = self._product_grid(n), 0, dlogits.head_operands(0, n)
         for i, (start, width) in enumerate(self._columns):
             if width != of_width:  # the first, and the last
                 of_width, columns_grid = width, self._product_grid(width)
@@ -257,7 +232,7 @@ class Head:
                 to_hidden = self._product("rows", add=True, first=0, M=n, K=width, a_stride=width)
                 to_weight = self._product("sum", add=False, first=0, M=width, K=n, a_step=width)
                 rows_of_dz = dz[: n * width].view(n, width)
-            write_dz(dz_grid, x, *dlogits.given, start)
+            write_dz(dz_grid, x, *of_head, *dlogits.given, start)
             if dlogits.put is not None:
                 dlogits.put(dz, n, 0, start, width)
             if acc is not None:
@@ -266,6 +241,13 @@ class Head:
                 to_weight(columns_grid, dz, x, count, d_weights[i])
             if total is not None:
                 totals[i].add_(rows_of_dz.sum(0, dtype=kind))
+            if low is not None:
+                low.take(dz, 0, n, start, width)
+                if low.of_columns:
+                    low.add_columns(of_B := low.columns(width), dz, 0, n, width)
+                    low.put_columns(of_B, start)
+        if low is not None:
+            low.finish_rows(x, 0, n, acc)
         if acc is not None and d_hidden is not None:
             self._put(of, acc, 0, d_hidden, group)
         if total is not None and d_bias is not None:
@@ -294,17 +276,23 @@ class Head:
         width: int,
         d_weight: Tensor | None,
         d_bias: Tensor | None,
+        low: LowRankGradients | None,
     ) -> None:
         """Sum dz.T @ hidden, and dz over its rows, over several blocks of rows; round once."""
         d_rows = None if d_weight is None else d_weight[start : start + width]
         acc = None if d_rows is None else torch.zeros_like(d_rows, dtype=torch.float32)
         total = None if d_bias is None else torch.zeros(width, dtype=torch.float32, device=self.device)
+        of_B = None if low is None or not low.of_columns else low.columns(width)
         for first, n, x, dz in blocks:
             if acc is not None:
                 launch = self._product("sum", add=True)
                 launch(self._product_grid(width), dz, x, of.at()[1], acc, first, width, n, width)
             if total is not None:
                 total += dz[: n * width].view(n, width).sum(0, dtype=torch.float32)
+            if low is not None and of_B is not None:
+                low.add_columns(of_B, dz, first, n, width)
+        if low is not None and of_B is not None:
+            low.put_columns(of_B, start)
         if d_rows is not None and acc is not None:
             d_rows.copy_(acc)
         if d_bias is not None and total is not None:
@@ -346,27 +334,32 @@ class _Dlogits:
     def __init__(
         self, head: Head, of: Operands, saved: SavedRows, upstream: tuple[Tensor | None, ...], put: Put | None
     ) -> None:  # fmt: skip
-        self._head, self.put = head, put
+        self._head, self._of, self.put = head, of, put
         self._arriving = tuple([g is not None for g in upstream])
         room = min(head.plan.block, head.N) * min(head.plan.columns, head.V)
         self.buffer = torch.empty(room, dtype=head.work, device=head.device)
         none, rows = of.rows.ids, of.rows
         self.given = (
-            of.weight, none if of.bias is None else of.bias, rows.ids, *of.at(), saved.invalid.view(torch.int8),
+            rows.ids, *of.at(), saved.invalid.view(torch.int8),
             *rows.temperatures, rows.bits_or_any, saved.stats,
             *[saved.stats if g is None else g.contiguous() for g in upstream],
             none if saved.logits is None else saved.logits, none if saved.tile_max is None else saved.tile_max,
             self.buffer,
         )  # fmt: skip
 
+    def head_operands(self, first: int, n: int) -> tuple[Tensor | None, ...]:
+        """Weight, bias and the low-rank addition for a block of rows."""
+        of = self._of
+        return of.weight, of.rows.ids if of.bias is None else of.bias, *of.low_rank(first, n)
+
     def of(self, n: int, width: int) -> tuple[Launch, tuple[int, int, int]]:
-        """The launch for so many rows and columns, and its grid: it is passed x, `given` and the first column."""
+        """The launch of so many rows and columns, and its grid: passed x, `head_operands`, `given`, a first column."""
         return self._head.dlogits(self._arriving, width), self._head.dlogits_grid(n, width)
 
     def __call__(self, x: Tensor, first: int, n: int, start: int, width: int) -> Tensor:
         """[n, width] of x [n, D], one of several blocks of rows, at the beginning of the buffer."""
         launch, grid = self.of(n, width)
-        launch(grid, x, *self.given, first, n, start)
+        launch(grid, x, *self.head_operands(first, n), *self.given, first, n, start)
         if self.put is not None:
             self.put(self.buffer, n, first, start, width)
         return self.buffer

@@ -11,15 +11,16 @@ how many. Tiles behind them are skipped without the host knowing.
 Bytes, with operands of s bytes, beside operands that the cache serves again: statistics N D s + V D s read, 16 N P
 written; gradient of logits the same read, 2 N V written, in blocks; each product 2 N V read, N D s or V D s written.
 
-Legend: N rows of the call · n rows of this block · D hidden · V vocabulary · K listed ids of a row · P tiles of V · BM,
-BN, BK a tile. Tiles are those of the pieces of V (`rlkernel_common.vocab_parallel`), the last of a piece cut off.
+Legend: N rows of the call · n rows of this block · D hidden · V vocabulary · K listed ids of a row · r rank of a
+low-rank addition to the head · P tiles of V · BM, BN, BK a tile. Tiles are those of the pieces of V
+(`rlkernel_common.vocab_parallel`), the last of a piece cut off.
 """
 
 from __future__ import annotations
 
 from rlkernel_triton.common.arithmetic import cap, row_offset, scaled_less, stored_as, tree_sum
 from rlkernel_triton.common.language import tl, triton
-from rlkernel_triton.common.linear_tile import tile_logits, tile_swizzle
+from rlkernel_triton.common.linear_tile import STEP, tile_logits, tile_swizzle
 from rlkernel_triton.common.softmax import LEAST_SHIFT, dlogits, finite_or_zero, row_scales
 
 
@@ -65,6 +66,8 @@ def head_partial_softmax(
     x,  # [n, D] hidden states of this block, D contiguous
     weight,  # [V, D]
     bias,  # [V], read where HAS_BIAS
+    inner,  # [n, r] fp32 scale times hidden @ A.T of this block, read where HAS_LORA
+    factor,  # [V, r] B of LoRA, read where HAS_LORA
     ids,  # [N], counted from the first column of this head
     index,  # [N], read where HAS_INDEX
     count,  # [1], read where HAS_INDEX
@@ -73,11 +76,11 @@ def head_partial_softmax(
     parts,  # [planes, n, P] fp32
     saved_logits,  # [n, V], written where SAVE: capped logits less the largest of their tile
     tile_max,  # [n, P], written where SAVE: that largest
-    first, n, D, V, x_stride, head_stride, head_step, kept_stride, scale, softcap,
+    first, n, D, V, rank, x_stride, head_stride, head_step, factor_stride, factor_step, kept_stride, scale, softcap,
     piece,  # columns after which a tile begins anew
-    HAS_BIAS: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_T: tl.constexpr, HAS_CAP: tl.constexpr, SUPPORT: tl.constexpr,
-    MOMENT: tl.constexpr, SAVE: tl.constexpr, OPERAND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_LORA: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_T: tl.constexpr, HAS_CAP: tl.constexpr,
+    SUPPORT: tl.constexpr, MOMENT: tl.constexpr, SAVE: tl.constexpr, OPERAND: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Statistics of one tile [BM, BN]; this block has rows first .. first + n of the order of `index`."""
     per, P = tiles_of(V, piece, BN)
@@ -92,8 +95,8 @@ def head_partial_softmax(
     stop = tl.minimum(begin + piece, V)
     column = begin + tile % per * BN + tl.arange(0, BN)
     y = tile_logits(
-        x, weight, bias, r, inside, column, D, stop, x_stride, head_stride, head_step, scale, HAS_BIAS, OPERAND,
-        BM, BN, BK,
+        x, weight, bias, inner, factor, r, inside, column, D, stop, rank, x_stride, head_stride, head_step,
+        factor_stride, factor_step, scale, HAS_BIAS, HAS_LORA, OPERAND, BM, BN, BK,
     )  # fmt: skip
     if HAS_CAP:
         y = cap(y, softcap)
@@ -130,11 +133,14 @@ def head_listed_logits(
     hidden,  # [N, D]: row i starts as `row_offset` says, numbers are `stride` apart
     weight,  # [V, D]
     bias,  # [V], read where HAS_BIAS
+    all_inner,  # [N, r] fp32 scale times hidden @ A.T, read where HAS_LORA
+    factor,  # [V, r] B of LoRA, read where HAS_LORA
     ids,  # [N, K], counted from the first column of this head
     mask,  # [N], read where HAS_MASK
     y,  # [N, K] fp32
-    K, D, V, inner, outer_stride, inner_stride, stride, head_stride, head_step, scale, softcap,
-    HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr, BK: tl.constexpr,
+    K, D, V, rank, inner, outer_stride, inner_stride, stride, head_stride, head_step, factor_stride, factor_step, scale,
+    softcap, HAS_BIAS: tl.constexpr, HAS_LORA: tl.constexpr, HAS_MASK: tl.constexpr, HAS_CAP: tl.constexpr,
+    BLOCK: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Logits under the cap at BLOCK listed ids of one row, 0 where it is no column; masked rows are not written.
 
@@ -156,6 +162,15 @@ def head_listed_logits(
         w = tl.load(w0 + at.to(tl.int64)[None, :] * head_step, mask=there[:, None] & (at < D)[None, :], other=0.0)
         acc += x[None, :] * w.to(tl.float32)
     z = tree_sum(acc)
+    if HAS_LORA:
+        low = tl.zeros([BLOCK, STEP], tl.float32)
+        for start in range(0, rank, STEP):
+            at = start + tl.arange(0, STEP)
+            u = tl.load(all_inner + row.to(tl.int64) * rank + at, mask=at < rank, other=0.0)
+            b0 = factor + tl.where(there, id, 0)[:, None] * factor_stride + at.to(tl.int64)[None, :] * factor_step
+            b = tl.load(b0, mask=there[:, None] & (at < rank)[None, :], other=0.0)
+            low += u[None, :] * b.to(tl.float32)
+        z += tree_sum(low)
     if HAS_BIAS:
         z += tl.load(bias + tl.where(there, id, 0), mask=there, other=0.0).to(tl.float32)
     z = z * scale
@@ -169,6 +184,8 @@ def head_dlogits(
     x,  # [n, D] hidden states of this block, D contiguous
     weight,  # [V, D]
     bias,  # [V], read where HAS_BIAS
+    inner,  # [n, r] fp32 scale times hidden @ A.T of this block, read where HAS_LORA
+    factor,  # [V, r] B of LoRA, read where HAS_LORA
     ids,  # [N], counted from the first column of this head
     index,  # [N], read where HAS_INDEX
     count,  # [1], read where HAS_INDEX
@@ -181,12 +198,13 @@ def head_dlogits(
     saved_logits,  # [N, V], read where FROM_SAVED in place of a product
     tile_max,  # [N, tiles of at most MAX_OF columns]: what was subtracted from them
     out,  # [n, width]
-    first, n, N, start, width, D, V, x_stride, head_stride, head_step, kept_stride, scale, softcap,
+    first, n, N, start, width, D, V, rank, x_stride, head_stride, head_step, factor_stride, factor_step, kept_stride,
+    scale, softcap,
     piece,  # columns after which a tile of the saved logits begins anew
-    HAS_BIAS: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_T: tl.constexpr, HAS_CAP: tl.constexpr, SUPPORT: tl.constexpr,
-    G: tl.constexpr, G_LSE: tl.constexpr, G_ENTROPY: tl.constexpr, G_MASS: tl.constexpr, FROM_SAVED: tl.constexpr,
-    MAX_OF: tl.constexpr, OPERAND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_LORA: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_T: tl.constexpr, HAS_CAP: tl.constexpr,
+    SUPPORT: tl.constexpr, G: tl.constexpr, G_LSE: tl.constexpr, G_ENTROPY: tl.constexpr, G_MASS: tl.constexpr,
+    FROM_SAVED: tl.constexpr, MAX_OF: tl.constexpr, OPERAND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Gradient of hidden @ weight.T in the columns start .. start + width, times what the bias and scale make of it."""
     block, tile = tile_swizzle(tl.program_id(0), tl.cdiv(n, BM), tl.cdiv(width, BN), GROUP)
@@ -210,8 +228,8 @@ def head_dlogits(
         y = low + tl.load(largest, mask=written, other=0.0)
     else:
         y = tile_logits(
-            x, weight, bias, r, inside, column, D, V, x_stride, head_stride, head_step, scale, HAS_BIAS, OPERAND,
-            BM, BN, BK,
+            x, weight, bias, inner, factor, r, inside, column, D, V, rank, x_stride, head_stride, head_step,
+            factor_stride, factor_step, scale, HAS_BIAS, HAS_LORA, OPERAND, BM, BN, BK,
         )  # fmt: skip
         if HAS_CAP:
             y = cap(y, softcap)

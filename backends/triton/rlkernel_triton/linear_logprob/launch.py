@@ -20,9 +20,10 @@ from rlkernel_common import vocab_parallel
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
 from rlkernel_core.spec.form import filled
-from rlkernel_core.spec.linear_logprob import LinearLogprobCall
+from rlkernel_core.spec.linear_logprob import LinearLogprobCall, stored_head
 from rlkernel_core.spec.listed_ids import ids_per_row
 from rlkernel_core.spec.logprob import LogprobResult
+from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_triton.common.listed_rows import Listed
 from rlkernel_triton.common.matmul_tiles import Tile, tile_of
 from rlkernel_triton.common.merge_softmax import SAVED_PLANES
@@ -31,17 +32,10 @@ from rlkernel_triton.common.softmax_rows import NOWHERE, MergeSoftmax, RowShape,
 from rlkernel_triton.common.support_bitmask import SupportBitmask, bitmask_like, support_bitmask
 from rlkernel_triton.launchers import launcher_for
 from rlkernel_triton.linear_logprob import workspace as memory
-from rlkernel_triton.linear_logprob.head import (
-    Head,
-    HeadStats,
-    Operands,
-    RowOrder,
-    SavedRows,
-    saved_dtype,
-    stats_kind,
-    tiles_of,
-)
+from rlkernel_triton.linear_logprob.head import Head, saved_dtype, stats_kind, tiles_of
 from rlkernel_triton.linear_logprob.listed import Several, SeveralIds
+from rlkernel_triton.linear_logprob.low_rank import InnerProduct
+from rlkernel_triton.linear_logprob.operands import HeadStats, Operands, RowOrder, SavedRows
 
 
 def workspace(call: LinearLogprobCall) -> int:
@@ -55,13 +49,13 @@ def workspace(call: LinearLogprobCall) -> int:
 
 def _size(call: LinearLogprobCall) -> memory.Size:
     """What the memory of a call depends on."""
-    hidden, weight, (V, D), K = call.hidden, call.weight, call.weight.shape, ids_per_row(call.ids, call.hidden)
+    hidden, weight, (V, D), K = call.hidden, stored_head(call), call.weight.shape, ids_per_row(call.ids, call.hidden)
     item = max(x.element_size() for x in (hidden, weight))
     ranks = 1 if call.group is None else call.group.size()
     pieces, piece = vocab_parallel.pieces(V, ranks)
     tiles = tiles_of(V, piece, _tile(call).BN)
-    N = math.prod(hidden.shape[:-1])
-    return memory.Size(N, D, V, item, tiles, call.support is not None, ranks * pieces, K or 0)
+    N, r = math.prod(hidden.shape[:-1]), 0 if call.lora is None else call.lora.A.shape[0]
+    return memory.Size(N, D, V, item, tiles, call.support is not None, ranks * pieces, K or 0, r)
 
 
 def linear_logprob(call: LinearLogprobCall) -> LogprobResult:
@@ -90,6 +84,11 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
         super().__init__(call)
         self._host = _Host(call, keep=True)
 
+    @classmethod
+    def inputs(cls, call: LinearLogprobCall) -> Saved:
+        """Hidden states, weight, bias, and A and B of LoRA."""
+        return call.hidden, stored_head(call), call.bias, *matrices(call)
+
     def forward(self, call: LinearLogprobCall) -> tuple[LogprobResult, Saved]:
         """Three launches for each block of rows, and with "save" the logits."""
         result, of, row_stats, stats, many = self._host.forward(call)
@@ -98,8 +97,8 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
         order, kept = of.order or (None, None), of.rows.kept or (None, None)
         ids, chosen, invalid, y = (ids, None, result.invalid, None) if many is None else many
         return result, (
-            call.hidden, call.weight, call.bias, T, ids, invalid, *order, *kept, row_stats, stats.logits,
-            stats.tile_max, chosen, y,
+            call.hidden, stored_head(call), call.bias, *matrices(call), T, ids, invalid, *order, *kept, row_stats,
+            stats.logits, stats.tile_max, chosen, y,
         )  # fmt: skip
 
     def backward(self, saved: Saved, grads: Saved) -> Saved:
@@ -121,10 +120,10 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
         if call.mask is not None:
             order = ids.new_empty(N, dtype=torch.int64), ids.new_empty(1, dtype=torch.int64)
         if _cut(call).save:
-            kind = saved_dtype(call.hidden, call.weight)
+            kind = saved_dtype(call.hidden, stored_head(call))
             logits = ids.new_empty((N, V), dtype=kind), ids.new_empty((N, _size(call).tiles), dtype=torch.float32)
         return (
-            call.hidden, call.weight, call.bias, T if isinstance(T, Tensor) else None,
+            call.hidden, stored_head(call), call.bias, *matrices(call), T if isinstance(T, Tensor) else None,
             ids if call.group is None else ids.new_empty(N * (K or 1), dtype=torch.int64), invalid, *order,
             *((None, None) if call.support is None else bitmask_like(call.support, V)),
             ids.new_empty((SAVED_PLANES * B, *rest), dtype=torch.float32), *logits, *many,
@@ -143,9 +142,13 @@ class _Host:
         pieces = vocab_parallel.pieces(V, ranks)
         rows = RowShape(N, V, T, call.softcap, call.mask is not None, row_bytes)
         self.head = Head(
-            launcher, call.hidden, call.weight, rows, bias=call.bias is not None, scale=float(call.logit_scale),
-            moment=call.entropy, plan=cut._replace(save=cut.save and keep), pieces=pieces,
+            launcher, call.hidden, stored_head(call), rows, bias=call.bias is not None, lora=call.lora,
+            scale=float(call.logit_scale), moment=call.entropy, plan=cut._replace(save=cut.save and keep),
+            pieces=pieces,
         )  # fmt: skip
+        self._inner = None
+        if call.lora is not None:
+            self._inner, self._lora_scale = InnerProduct(launcher, call.hidden, call.lora, cut.block), call.lora.scale
         whole = V if group is None else NOWHERE
         self._merge = MergeSoftmax(
             launcher, rows, whole, ranks * pieces[0], shape, call.hidden.device, keep=keep,
@@ -179,13 +182,15 @@ class _Host:
             kept = support_bitmask(call.support, head.V, shard.V, shard.offset) if self._supported else None  # type: ignore[arg-type]
         elif self._supported:
             kept = support_bitmask(call.support, head.V)  # type: ignore[arg-type]  # it is there
-        listed, y = ids, None
+        listed, y, lora = ids, None, call.lora
+        inner = None if self._inner is None or lora is None else self._inner(call.hidden, lora)
         if several is not None:
-            here = several.local(listed, offset)
-            y = several.logits(call.hidden, call.weight, bias, here, mask)
+            here, low_rank = several.local(listed, offset), (inner, None if lora is None else lora.B)
+            y = several.logits(call.hidden, stored_head(call), bias, low_rank, here, mask)
             ids = several.rows.chosen(listed, mask, y)
         local = ids if offset is None else ids - offset
-        of = Operands(call.hidden, call.weight, bias, RowTensors(local, T, None, kept), order)
+        inner = inner if inner is None or order is None else inner[order.index]
+        of = Operands(call.hidden, stored_head(call), bias, RowTensors(local, T, None, kept), order, lora, inner)
         stats = head.statistics(of, self._rest)
         every = stats.merged
         if group is not None:
@@ -203,8 +208,9 @@ class _Host:
         return result, of, row.saved, stats, many
 
     def backward(self, saved: Saved, grads: Saved, wanted: tuple[bool, ...]) -> Saved:
-        """The gradients of hidden, weight and bias that are wanted."""
-        hidden, weight, bias, T, ids, invalid, index, count, bits, bad, stats, logits, tile_max, chosen, y = saved
+        """The gradients of hidden, weight, bias, A and B that are wanted."""
+        hidden, weight, bias, A, B, T, ids, invalid, index, count, bits, bad, stats, logits, tile_max, *many = saved
+        chosen, y = many
         if hidden is None or weight is None or ids is None or invalid is None or stats is None:
             raise RLKernelError("linear_logprob: its backward pass got less than its forward pass saved")
         ids = ids if self._ids_as_they_are else ids.contiguous()
@@ -213,7 +219,13 @@ class _Host:
             None if bits is None else SupportBitmask(bits, bad),  # type: ignore[arg-type]  # both are there
         )  # fmt: skip
         order = None if index is None else RowOrder(index, count)  # type: ignore[arg-type]
-        of, kept = Operands(hidden, weight, self._bias(bias), rows, order), SavedRows(invalid, stats, logits, tile_max)
+        lora, inner = None, None
+        if A is not None and B is not None and self._inner is not None:
+            lora = LoRA(A, B, self._lora_scale)
+            inner = self._inner(hidden, lora)
+            inner = inner if order is None else inner[order.index]
+        of = Operands(hidden, weight, self._bias(bias), rows, order, lora, inner)
+        kept = SavedRows(invalid, stats, logits, tile_max)
         put, several = None, self._several
         if several is not None and y is not None:
             listed = Listed(ids, y)
@@ -230,9 +242,14 @@ class _Host:
         return found
 
 
+def matrices(call: LinearLogprobCall) -> tuple[Tensor | None, Tensor | None]:
+    """A and B of LoRA."""
+    return (None, None) if call.lora is None else (call.lora.A, call.lora.B)
+
+
 def _cut(call: LinearLogprobCall) -> memory.Plan:
     return memory.plan(call.backward, call.max_workspace_bytes, _size(call))
 
 
 def _tile(call: LinearLogprobCall) -> Tile:
-    return tile_of(call.hidden, call.weight, stats_kind(call.softcap, call.support is not None))
+    return tile_of(call.hidden, stored_head(call), stats_kind(call.softcap, call.support is not None))

@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlkernel_core.spec.linear_logprob import LinearLogprobCall
+from rlkernel_core.spec.linear_logprob import LinearLogprobCall, stored_head
 from rlkernel_triton.common.language import triton
 from rlkernel_triton.common.listed_rows import ListedRows, local_ids
 from rlkernel_triton.common.row_layout import layout_of
 from rlkernel_triton.common.softmax_rows import RowShape
 from rlkernel_triton.launchers import Launcher
 from rlkernel_triton.linear_logprob import kernels
+from rlkernel_triton.linear_logprob.low_rank import strides
 
 BLOCK: Final = 16  # listed ids of a program
 BK: Final = 128  # numbers of hidden that it takes at a time
@@ -45,21 +46,26 @@ class SeveralIds:
         self._size, self._grid = (rows.N, K), (rows.N, triton.cdiv(K, BLOCK), 1)
         self._launch = launcher.bind(
             kernels.head_listed_logits, num_warps=WARPS, **layout._asdict(), K=K, D=D, V=V, scale=scale,
-            head_stride=call.weight.stride(0), head_step=call.weight.stride(1), softcap=rows.softcap or 0.0,
-            HAS_BIAS=call.bias is not None, HAS_MASK=rows.masked, HAS_CAP=rows.softcap is not None, BLOCK=BLOCK, BK=BK,
+            head_stride=stored_head(call).stride(0), head_step=stored_head(call).stride(1), softcap=rows.softcap or 0.0,
+            **strides(call.lora), HAS_BIAS=call.bias is not None, HAS_MASK=rows.masked,
+            HAS_CAP=rows.softcap is not None, BLOCK=BLOCK, BK=BK,
         )  # fmt: skip
 
     def local(self, ids: Tensor, offset: Tensor | int | None) -> Tensor:
         """Ids counted from this shard's first."""
         return ids if offset is None else local_ids(ids, offset)
 
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, mask: Tensor | None) -> Tensor:
+    def logits(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, low_rank: tuple[Tensor | None, Tensor | None],
+        ids: Tensor, mask: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         """[N, K] fp32 logits under the cap, of which those of masked rows are not written.
 
         Args:
             hidden: [..., D].
             weight: [V, D].
             bias: [V] contiguous.
+            low_rank: the inner product of LoRA, [N, r] fp32 in the order of hidden, and B.
             ids: N * K, contiguous, as `local` has them.
             mask: [N].
         """
@@ -68,7 +74,7 @@ class SeveralIds:
             x = hidden.clone(memory_format=torch.contiguous_format) if self._copied else hidden
             none = ids
             self._launch(
-                self._grid, x, weight, none if bias is None else bias, ids, none if mask is None else mask, y
+                self._grid, x, weight, none if bias is None else bias, *low_rank, ids, none if mask is None else mask, y
             )  # fmt: skip
         if self._group is not None:
             dist.all_reduce(y, group=self._group)  # each id lies on one rank, and is 0 on the others

@@ -35,6 +35,7 @@ class Size(NamedTuple):
     support: bool
     parts: int  # of a row's statistics, all ranks together
     K: int = 0  # listed ids of a row; 0 where it has one that is not listed
+    r: int = 0  # rank of a low-rank addition; 0 where there is none
 
 
 class Plan(NamedTuple):
@@ -47,7 +48,7 @@ class Plan(NamedTuple):
 
 def workspace(plan: Plan, size: Size) -> int:
     """Most bytes of a call, forward and backward, beyond its results and gradients."""
-    N, D, V, item, tiles, support, parts, K = size
+    N, D, V, item, tiles, support, parts, K, r = size
     block, columns = min(plan.block, N), min(plan.columns, V)
     of_tiles = (8 if support else 4) * 4 * block * tiles
     dz = block * columns * max(item, 2)
@@ -55,7 +56,8 @@ def workspace(plan: Plan, size: Size) -> int:
     rows = N * (PER_ROW + 64 * parts + PER_LISTED * K) + (4 * N * -(-V // 32) if support else 0)
     saved = N * (V * item + 4 * tiles) if plan.save else 0
     copied = 2 * block * D * item  # hidden states of two blocks, where they do not lie together
-    return max(of_tiles, dz + sums + 4 * columns) + copied + rows + saved + SMALL
+    low_rank = 4 * r * (3 * N + 2 * block + columns + 2 * D)  # the inner product, its parts and gradient; dA and dB
+    return max(of_tiles, dz + sums + 4 * columns) + copied + rows + saved + low_rank + SMALL
 
 
 def plan(backward: str, limit: int | None, size: Size) -> Plan:

@@ -25,6 +25,7 @@ from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
 from rlkernel_core.spec.logprob import LogprobResult
 from rlkernel_core.spec.policy_loss import LossConfig, LossResult, PolicyLossCall
+from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_triton.common.host import INTERPRETED
 from rlkernel_triton.common.merge_softmax import SAVED_PLANES
 from rlkernel_triton.common.row_layout import is_per_row, layout_of, per_row
@@ -62,7 +63,7 @@ def prepare(call: LinearPolicyLossCall) -> Callable[[LinearPolicyLossCall], Loss
         return LinearPolicyLossPair(call)
     if call.group is not None:
         return lambda call: head_then_loss(linear_logprob, LinearLogprobCall.of(call), call)
-    host = _Host(call, (False, False, False))
+    host = _Host(call, (False,) * 5)
     return lambda call: host.forward(call)[0]
 
 
@@ -82,6 +83,12 @@ class LinearPolicyLossPair(Pair[LinearPolicyLossCall, LossResult]):
         if call.group is not None:
             self._head = LinearLogprobPair(LinearLogprobCall.of(call, mask=_mask_of(call)))
             self._loss = LossHost(spec.configure(call), call.ids.shape, call.hidden.device, (True, call.entropy))
+
+    @classmethod
+    def inputs(cls, call: LinearPolicyLossCall) -> Saved:
+        """Hidden states, weight, bias, and A and B of LoRA."""
+        lora = call.lora
+        return call.hidden, call.weight, call.bias, *((None, None) if lora is None else (lora.A, lora.B))
 
     def forward(self, call: LinearPolicyLossCall) -> tuple[LossResult, Saved]:
         """The loss; and its gradients, or what those of the head need and its gradients by the results of the head."""
@@ -111,15 +118,16 @@ class LinearPolicyLossPair(Pair[LinearPolicyLossCall, LossResult]):
 
     @classmethod
     def saved_like(cls, call: LinearPolicyLossCall, result: LossResult, wanted: tuple[bool, ...]) -> Saved:
-        """Gradients, of weight and bias in fp32; with a group, two numbers a token and what linear_logprob saves."""
+        """Gradients, in fp32 but dX; with a group, two numbers a token and what linear_logprob saves."""
         del result
         if call.group is None:
-            hidden, weight, bias = (x if wants else None for x, wants in zip(cls.inputs(call), wanted, strict=True))
-            return (
-                None if hidden is None else torch.empty_like(hidden, memory_format=torch.contiguous_format),
-                None if weight is None else torch.empty(weight.shape, dtype=torch.float32, device=weight.device),
-                None if bias is None else torch.empty(bias.shape, dtype=torch.float32, device=bias.device),
-            )
+            like = torch.empty_like
+            hidden, *others = (x if wants else None for x, wants in zip(cls.inputs(call), wanted, strict=True))
+            d_hidden = None if hidden is None else like(hidden, memory_format=torch.contiguous_format)
+            return d_hidden, *[
+                None if x is None else like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
+                for x in others
+            ]
         ids = call.ids
         head_result = LogprobResult(
             ids.new_empty(ids.shape, dtype=torch.float32), ids.new_empty(ids.shape, dtype=torch.float32),
@@ -137,7 +145,8 @@ class _Host:
         self._config, self._shape, self._device = spec.configure(call), call.ids.shape, call.hidden.device
         self._N, (self._V, D) = call.ids.numel(), call.weight.shape
         self._needs, self._any, self._entropy = needs, any(needs), call.entropy
-        self._R = rows_of_a_block(self._N, D, self._V, call.hidden.element_size(), call.max_workspace_bytes)
+        r, item = 0 if call.lora is None else call.lora.A.shape[0], call.hidden.element_size()
+        self._R = rows_of_a_block(self._N, D, self._V, item, call.max_workspace_bytes, r)
         self._early = _needs_all(self._config, call.old_logprob, call.rollout_logprob)
         launcher = launcher_for(self._device)
         self.plan, self._head = Plan(launcher), _Head(launcher, call, self._R, keep=self._any)
@@ -168,13 +177,13 @@ class _Host:
         if not self._any:
             batch.run(logprob, H, None, None, partials)
             value, stats = batch.summary(partials, entropy=entropy)
-            return LossResult(value, stats, logprob, H), (None, None, None)
+            return LossResult(value, stats, logprob, H), (None,) * 5
         # Tokens outside of all sequences are in no program.
         room = torch.empty_like if call.cu_seqlens is None else torch.zeros_like
         g, g_entropy = room(logprob), room(logprob) if entropy else None
         if early or softmax is not None:
             batch.run(logprob, H, g, g_entropy, partials)
-        into = _Gradients.of(of.hidden, call.weight, call.bias, self._needs)
+        into = _Gradients.of(of, self._needs)
         dz = torch.empty_like(z, dtype=self._dz_dtype)
         if softmax is not None:
             head.backward(of, slice(0, N), z, softmax, g, g_entropy, dz, into)
@@ -188,7 +197,7 @@ class _Host:
                 head.backward(of, rows, logits, some, g, g_entropy, dz, into)
         value, stats = batch.summary(partials, entropy=entropy)
         d_hidden = None if into.hidden is None else into.hidden.view(call.hidden.shape)
-        return LossResult(value, stats, logprob, H), (d_hidden, into.weight, into.bias)
+        return LossResult(value, stats, logprob, H), (d_hidden, into.weight, into.bias, into.A, into.B)
 
 
 def head_then_loss(
@@ -211,33 +220,37 @@ def workspace_of(call: LinearPolicyLossCall) -> int:
     N, (V, D), item = call.ids.numel(), call.weight.shape, call.hidden.element_size()
     if call.group is not None:
         return linear_logprob_workspace(LinearLogprobCall.of(call)) + _PER_ROW * (N + BLOCK)
-    return workspace(rows_of_a_block(N, D, V, item, call.max_workspace_bytes), N, D, V, item)
+    r = 0 if call.lora is None else call.lora.A.shape[0]
+    return workspace(rows_of_a_block(N, D, V, item, call.max_workspace_bytes, r), N, D, V, item, r)
 
 
-def workspace(R: int, N: int, D: int, V: int, itemsize: int) -> int:
+def workspace(R: int, N: int, D: int, V: int, itemsize: int, r: int = 0) -> int:
     """Most extra bytes beyond results and gradients with blocks of R rows.
 
     The weight's gradient in fp32 until backward scales it; of a block, the logits in fp32, their gradient, and its rows
-    of hidden; some hundred bytes a token; a small head twice, in fp32.
+    of hidden; some hundred bytes a token; a small head twice, in fp32; of a low-rank addition, B in fp32 and its
+    gradient, and a block's rows once more in fp32.
     """
+    low_rank = 4 * (r * (3 * V + 3 * D + 4 * R) + 2 * R * D) if r else 0
     small = V * D <= SMALL
     return (
         4 * V * (D + 2) * (2 if small else 1)
         + R * (V * (8 if small else 4 + itemsize) + 12 * D)
         + _PER_ROW * (N + BLOCK)
+        + low_rank
     )
 
 
-def rows_of_a_block(N: int, D: int, V: int, itemsize: int, limit: int | None) -> int:
+def rows_of_a_block(N: int, D: int, V: int, itemsize: int, limit: int | None, r: int = 0) -> int:
     """Rows of a block, a multiple of BLOCK: as many as the limit lets, all blocks alike.
 
     Raises:
         ArgumentError: not even the smallest block keeps the limit.
     """
-    least = workspace(BLOCK, N, D, V, itemsize)
+    least = workspace(BLOCK, N, D, V, itemsize, r)
     if limit is not None and limit < least:
         raise ArgumentError("max_workspace_bytes", limit, f"is below the minimum of {least}", f"Pass {least} or more.")
-    each = workspace(2 * BLOCK, N, D, V, itemsize) - least
+    each = workspace(2 * BLOCK, N, D, V, itemsize, r) - least
     if limit is not None:
         most = 1 + (limit - least) // each
     else:
@@ -256,6 +269,7 @@ class _Operands:
     ids: Tensor  # N, contiguous
     T: Tensor | None  # N; None: a number
     counted: Tensor | None  # [N] bool
+    lora: LoRA | None
 
 
 class _Block:
@@ -302,6 +316,7 @@ class _Head:
             hidden if hidden.dim() == 2 else hidden.reshape(-1, self.D), call.weight.detach(),
             None if call.bias is None else call.bias.detach(), ids.view(-1), T,
             _counted(call.ids, call.mask, call.cu_seqlens) if self._masked else None,
+            None if call.lora is None else LoRA(call.lora.A.detach(), call.lora.B.detach(), call.lora.scale),
         )  # fmt: skip
 
     def rows(self, of: _Operands, rows: slice) -> Tensor:
@@ -311,7 +326,11 @@ class _Head:
 
     def logits(self, of: _Operands, rows: slice, room: Tensor | None) -> Tensor:
         """[R, V] fp32, before cap and temperature, in `room` if it is given."""
-        z = product(self.rows(of, rows), of.weight.T, None if room is None else room[: rows.stop - rows.start])
+        x = self.rows(of, rows)
+        z = product(x, of.weight.T, None if room is None else room[: rows.stop - rows.start])
+        if of.lora is not None:
+            with full_precision(z):
+                z.addmm_(inner_product(x, of.lora), of.lora.B.float().T)
         return z if of.bias is None else z.add_(of.bias)
 
     def softmax(self, of: _Operands, rows: slice, z: Tensor) -> SoftmaxStats:
@@ -338,7 +357,9 @@ class _Head:
         dz = self._part(room, slice(0, rows.stop - rows.start))
         up = (g.view(-1)[rows], None, None if g_entropy is None else g_entropy.view(-1)[rows], None)
         self._of[rows.stop - rows.start].backward(z, self._tensors(of, rows), softmax.invalid, softmax.saved, up, dz)
-        if into.hidden is not None:
+        if of.lora is not None:
+            self._through_lora(of, of.lora, rows, dz, into)
+        elif into.hidden is not None:
             if dz.dtype != of.weight.dtype:
                 into.hidden[rows] = product(dz, of.weight)
             else:
@@ -348,6 +369,17 @@ class _Head:
             product(dz.T, self.rows(of, rows), into.weight, first=rows.start == 0)
         if into.bias is not None:
             into.bias += dz.sum(0, dtype=torch.float32)
+
+    def _through_lora(self, of: _Operands, lora: LoRA, rows: slice, dz: Tensor, into: _Gradients) -> None:
+        """Gradients of hidden, rounded once, of A and of B, from that of the logits."""
+        x, du = self.rows(of, rows), lora.scale * exact_product(dz, lora.B)
+        with full_precision(du):
+            if into.hidden is not None:
+                into.hidden[rows] = exact_product(dz, of.weight).addmm_(du, lora.A.float())
+            if into.A is not None:
+                into.A.addmm_(du.T, x.float())
+        if into.B is not None:
+            into.B += exact_product(dz.T, inner_product(x, lora))
 
     def _tensors(self, of: _Operands, rows: slice) -> RowTensors:
         ids, T, counted = (None if x is None else self._part(x, rows) for x in (of.ids, of.T, of.counted))
@@ -365,16 +397,23 @@ class _Gradients:
     hidden: Tensor | None  # [N, D] in the dtype of hidden: each row is complete when it is written
     weight: Tensor | None  # [V, D] fp32
     bias: Tensor | None  # [V] fp32
+    A: Tensor | None  # [r, D] fp32
+    B: Tensor | None  # [V, r] fp32
 
     @classmethod
-    def of(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...]) -> _Gradients:
+    def of(cls, operands: _Operands, needs: tuple[bool, ...]) -> _Gradients:
         """Room for them; dW is written by the first block."""
+        hidden, weight, bias, lora = operands.hidden, operands.weight, operands.bias, operands.lora
+        matrices = (None, None) if lora is None else (lora.A, lora.B)
         some = hidden.shape[0] > 0
         room = torch.empty if some else torch.zeros
         return cls(
             torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if needs[0] else None,
             room(weight.shape, dtype=torch.float32, device=hidden.device) if needs[1] else None,
-            None if bias is None or not needs[2] else torch.zeros_like(bias, dtype=torch.float32),
+            *[
+                torch.zeros(x.shape, dtype=torch.float32, device=hidden.device) if need and x is not None else None
+                for x, need in zip((bias, *matrices), needs[2:], strict=True)
+            ],
         )
 
 
@@ -388,6 +427,19 @@ def product(a: Tensor, b: Tensor, into: Tensor | None = None, *, first: bool = T
         if into is None:
             return torch.mm(a, b, **more)
         return torch.mm(a, b, out=into, **more) if first else torch.addmm(into, a, b, out=into, **more)
+
+
+def exact_product(a: Tensor, b: Tensor) -> Tensor:
+    """A b in fp32; where a has 16 bits, b of another dtype is two numbers of it, so that none is rounded."""
+    if b.dtype == a.dtype or not a.is_cuda or a.dtype == torch.float32:
+        return product(a, b)
+    high = b.to(a.dtype)
+    return product(a, (b - high).to(a.dtype)).add_(product(a, high))
+
+
+def inner_product(x: Tensor, lora: LoRA) -> Tensor:
+    """[R, r] scale times x A^T, fp32."""
+    return lora.scale * exact_product(x, lora.A.T)
 
 
 def _counted(ids: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:

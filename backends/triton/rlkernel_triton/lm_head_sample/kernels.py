@@ -22,7 +22,7 @@ from __future__ import annotations
 from rlkernel_triton.common.arithmetic import LN2, LOG2E, cap, tree_sum
 from rlkernel_triton.common.gumbel_noise import exponential, exponential_bound, exponential_noise, philox_words, uniform
 from rlkernel_triton.common.language import tl, triton
-from rlkernel_triton.common.linear_tile import tile_logits, tile_swizzle
+from rlkernel_triton.common.linear_tile import add_low_rank, tile_logits, tile_swizzle
 from rlkernel_triton.common.sampling_rows import (
     HELD_INFINITY,
     HELD_NAN,
@@ -57,9 +57,11 @@ def head_logits(
     x,  # [n, D] hidden states, D contiguous
     weight,  # [width, D] rows of the head
     bias,  # [width], read where HAS_BIAS
+    inner,  # [n, r] fp32 scale times hidden @ A.T, read where HAS_LORA
+    factor,  # [width, r] B of LoRA, read where HAS_LORA
     out,  # [n, width] fp32
-    n, D, width, x_stride, head_stride, head_step, scale, softcap,
-    HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, OPERAND: tl.constexpr,
+    n, D, width, rank, x_stride, head_stride, head_step, factor_stride, factor_step, scale, softcap,
+    HAS_BIAS: tl.constexpr, HAS_LORA: tl.constexpr, HAS_CAP: tl.constexpr, OPERAND: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """A tile of logits."""
@@ -68,8 +70,8 @@ def head_logits(
     column = tile * BN + tl.arange(0, BN)
     inside = r < n
     y = tile_logits(
-        x, weight, bias, r, inside, column, D, width, x_stride, head_stride, head_step, scale, HAS_BIAS, OPERAND,
-        BM, BN, BK,
+        x, weight, bias, inner, factor, r, inside, column, D, width, rank, x_stride, head_stride, head_step,
+        factor_stride, factor_step, scale, HAS_BIAS, HAS_LORA, OPERAND, BM, BN, BK,
     )  # fmt: skip
     if HAS_CAP:
         y = cap(y, softcap)
@@ -82,9 +84,12 @@ def head_logits_tma(
     x,  # descriptor of hidden states [n, D], blocks [BM, BK]
     weight,  # descriptor of the head [V, D], blocks [BN, BK]
     bias,  # [V], read where HAS_BIAS
+    inner,  # [n, r] fp32 scale times hidden @ A.T, read where HAS_LORA
+    factor,  # [V, r] B of LoRA, read where HAS_LORA
     out,  # [n, width] fp32
-    n, D, first, width, scale,
-    HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    n, D, first, width, rank, factor_stride, factor_step, scale,
+    HAS_BIAS: tl.constexpr, HAS_LORA: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """The same of columns first .. first + width, with operands that the copy engine brings: zeros outside of them."""
     block, tile = tile_swizzle(tl.program_id(0), tl.cdiv(n, BM), tl.cdiv(width, BN), GROUP)
@@ -94,6 +99,10 @@ def head_logits_tma(
     r = block * BM + tl.arange(0, BM)
     column = tile * BN + tl.arange(0, BN)
     there = column < width
+    if HAS_LORA:
+        acc = add_low_rank(
+            acc, inner, factor, r, r < n, first + column, there, rank, factor_stride, factor_step, tl.bfloat16
+        )  # fmt: skip
     if HAS_BIAS:
         acc += tl.load(bias + first + column, mask=there, other=0.0).to(tl.float32)[None, :]
     at = r.to(tl.int64)[:, None] * width + column[None, :]

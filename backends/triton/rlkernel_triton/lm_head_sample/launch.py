@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rlkernel_common.requests import decode, edit
+from rlkernel_core.spec.linear_logprob import stored_head
 from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_core.spec.sampling import SampleResult
@@ -31,6 +32,7 @@ from rlkernel_triton.common.language import triton
 from rlkernel_triton.common.matmul_tiles import OPERAND_TYPES, Tile, tile_of
 from rlkernel_triton.common.sampling_arguments import as_int64, each_of, flat
 from rlkernel_triton.launchers import Launch, Launcher, launcher_for, plain_launcher_for, planned_target
+from rlkernel_triton.linear_logprob.low_rank import InnerProduct, strides
 from rlkernel_triton.lm_head_sample import kernels
 from rlkernel_triton.sample.launch import prepare as prepare_sample
 
@@ -128,6 +130,8 @@ class _Operands(NamedTuple):
     weight: Tensor  # [W, D]
     bias: Tensor | None  # [W] contiguous
     tma: tuple[Any, Any] | None  # hidden and weight for the copy engine
+    inner: Tensor | None  # [N, r] fp32 scale times hidden @ A.T
+    factor: Tensor | None  # [W, r] B of LoRA
 
 
 def slabs(N: int, V: int) -> Iterator[tuple[int, int]]:
@@ -142,7 +146,7 @@ class _Head:
     """The logits of calls of one shape."""
 
     def __init__(self, launcher: Launcher, call: LmHeadSampleCall, V: int) -> None:
-        hidden, weight, bias = call.hidden, call.weight, call.bias
+        hidden, weight, bias = call.hidden, stored_head(call), call.bias
         self._launcher, self.V, (self.N, self.D), self.device = launcher, V, hidden.shape, hidden.device
         self._hidden_as_it_is = hidden.stride(1) == 1
         self._bias_as_it_is = bias is None or bias.is_contiguous()
@@ -157,8 +161,11 @@ class _Head:
             "n": self.N, "D": self.D, "x_stride": near.stride(0), "head_stride": weight.stride(0),
             "head_step": weight.stride(1), "scale": self._scale, "softcap": call.softcap or 0.0,
             "HAS_BIAS": bias is not None, "OPERAND": OPERAND_TYPES[hidden.dtype if same else torch.float32],
+            **strides(call.lora),
         }  # fmt: skip
         self._launches: dict[bool, Launch] = {}
+        self._low_rank = strides(call.lora)
+        self._inner = None if call.lora is None else InnerProduct(launcher, near, call.lora, self.N)
 
     def of(self, call: LmHeadSampleCall) -> _Operands:
         """The operands of a call as the kernels read them."""
@@ -168,12 +175,15 @@ class _Head:
         if self._tma:
             from triton.tools.tensor_descriptor import TensorDescriptor
 
-            tile, weight = self.tile, call.weight if self.V == call.weight.shape[0] else call.weight[: self.V]
+            tile, weight = self.tile, stored_head(call)[: self.V]
             tma = (
                 TensorDescriptor.from_tensor(hidden, [tile.BM, tile.BK]),
                 TensorDescriptor.from_tensor(weight, [tile.BN, tile.BK]),
             )
-        return _Operands(hidden, call.weight, bias, tma)
+        inner, factor, lora = None, None, call.lora
+        if lora is not None and self._inner is not None:
+            inner, factor = self._inner(hidden, lora), lora.B
+        return _Operands(hidden, stored_head(call), bias, tma, inner, factor)
 
     def logits(self, of: _Operands, first: int, width: int, out: Tensor | None = None, *, cap: bool = True) -> Tensor:
         """[N, width] fp32, written to `out` if it is given; without the softcap unless `cap`."""
@@ -188,20 +198,21 @@ class _Head:
             # Through Triton, which makes the copy engine's descriptors of what is passed.
             tma = plain_launcher_for(self.device).bind(
                 kernels.head_logits_tma, num_warps=tile.num_warps, num_stages=tile.num_stages, n=self.N, D=self.D,
-                scale=self._scale, HAS_BIAS=of.bias is not None, BM=tile.BM, BN=tile.BN, BK=tile.BK, GROUP=tile.GROUP,
+                scale=self._scale, HAS_BIAS=of.bias is not None, **self._low_rank, BM=tile.BM, BN=tile.BN,
+                BK=tile.BK, GROUP=tile.GROUP,
             )  # fmt: skip
-            tma(grid, *of.tma, of.bias, out, first, width)
+            tma(grid, *of.tma, of.bias, of.inner, of.factor, out, first, width)
             return out
-        weight, bias = of.weight, of.bias
+        weight, bias, factor = of.weight, of.bias, of.factor
         if first:
-            weight, bias = weight[first:], None if bias is None else bias[first:]
+            weight, bias, factor = weight[first:], *(None if x is None else x[first:] for x in (bias, factor))
         launch = self._launches.get(has_cap)
         if launch is None:
             launch = self._launches[has_cap] = self._launcher.bind(
                 kernels.head_logits, num_warps=tile.num_warps, num_stages=tile.num_stages, HAS_CAP=has_cap, BM=tile.BM,
                 BN=tile.BN, BK=tile.BK, GROUP=tile.GROUP, **self._fixed,
             )  # fmt: skip
-        launch(grid, of.hidden, weight, bias, out, width)
+        launch(grid, of.hidden, weight, bias, of.inner, factor, out, width)
         return out
 
     def cuts(self, N: int) -> list[tuple[int, int]]:

@@ -69,6 +69,10 @@ CALLS = {
         "biased, cut": lambda d: {**head(d), "bias": draw(d, V, seed=4), "max_workspace_bytes": 1 << 18},
         "masked, saved": lambda d: {**head(d), "mask": tokens(d)["mask"], "backward": "save", "softcap": 20.0},
         "support": lambda d: {**head(d), "support": support(d), "temperature": draw(d, N, seed=5).exp()},
+        "lora": lambda d: {**head(d), "lora": LoRA(draw(d, 3, D, seed=6), draw(d, V, 3, seed=7), 0.5)},
+        "lora, masked, cut": lambda d: {
+            **CALLS["linear_logprob"]["lora"](d), "mask": tokens(d)["mask"], "max_workspace_bytes": 1 << 18,
+        },
     },
     "divergence": {
         "logits": lambda d: {"logits": draw(d, N, V), "teacher": draw(d, N, V, seed=1), "kind": "jsd"},
@@ -98,6 +102,9 @@ CALLS = {
     "policy_loss": {"grpo": lambda d: {"logprob": -draw(d, N).abs(), **tokens(d), "aggregate": "token_mean"}},
     "linear_policy_loss": {
         "token": lambda d: {**head(d), **tokens(d), "aggregate": "token_mean", "entropy": True, "entropy_coef": 0.1},
+        "lora": lambda d: {
+            **CALLS["linear_policy_loss"]["token"](d), "lora": LoRA(draw(d, 3, D, seed=6), draw(d, V, 3, seed=7), 0.5),
+        },
     },
     "qmatmul": {
         "bytes": lambda d: product(d, residual=draw(d, N, V, seed=5), bias=draw(d, V, seed=6)),

@@ -1,0 +1,36 @@
+"""Bad arguments that several operators on logits or on a head refuse alike."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from rlkernel_conformance.example_calls import D, N, V, draw, ids
+from rlkernel_core.spec.logprob import Support
+from rlkernel_core.spec.qmatmul import LoRA
+
+
+def leaf(*shape: int) -> Tensor:
+    """A tensor that requires a gradient."""
+    return torch.ones(shape, requires_grad=True)
+
+
+# Of both operators that give log-probabilities.
+BAD_SCORES: Final = (
+    ("ids", {"ids": torch.zeros(N, 0, dtype=torch.int64)}),
+    ("ids", {"ids": torch.zeros(N + 1, 3, dtype=torch.int64)}),
+    ("support", {"ids": ids(N, 3), "support": Support(ids(N), torch.arange(N + 1))}),
+    ("temperature", {"temperature": 0.0}),
+    ("temperature", {"temperature": leaf(N)}),
+    ("group", {"group": "tp"}),
+)
+# Of all operators with a weight [V, D].
+BAD_LORA: Final = (
+    ("lora", {"lora": LoRA(draw(2, D), draw(V, 2), math.nan)}),
+    ("lora.A", {"lora": LoRA(draw(D, 2), draw(V, 2))}),
+    ("lora.B", {"lora": LoRA(draw(2, D), draw(2, V))}),
+    ("lora.B", {"lora": LoRA(draw(2, D), draw(V, 2).to("meta"))}),
+)
