@@ -9,10 +9,10 @@ Each engine runs in a process of its own:
     ours    --logits-processors rlkernel.integrations.vllm_worker:Draw
     int4    the same, and --quantization rlkernel: weights in int4_g128
 
-Of each: whether a seeded request draws the same tokens alone and in a batch, seconds for a batch of requests with top-p
-(seeded, as RL needs it to reproduce a rollout, and unseeded), and how far transformers' log-probabilities of the drawn
-tokens are from those that the engine states. Of ours also what a record of the rollout explains (`rollouts.verify`),
-and what `rlkernel status` would print. Random weights have flat laws; the head is scaled so that some tokens are likely.
+Of each: whether a seeded request draws the same tokens alone and in a batch, seconds for a batch of requests with
+top-p (seeded, as a rollout that shall be drawn again, and unseeded), and how far transformers' log-probabilities of
+the drawn tokens are from those that the engine states. Of ours also what a record of the rollout explains
+(`rollouts.verify`), and what ran. Random weights have flat laws; the head is scaled so that some tokens are likely.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def prompts(count: int, vocabulary: int) -> list[list[int]]:
     return [torch.randint(2, vocabulary, (n,), generator=generator).tolist() for n in lengths]
 
 
-def engine(given: argparse.Namespace) -> dict[str, Any]:
+def engine(given: argparse.Namespace) -> dict[str, Any]:  # noqa: C901 - one engine, one after the other
     """What one engine does, in this process."""
     from vllm import LLM, SamplingParams
 
@@ -202,7 +202,7 @@ def main(words: list[str] | None = None) -> None:
             options = ["--folder", folder, "--engine", name, "--batches", given.batches, "--new", str(given.new)]
             options += ["--turns", str(given.turns)]
             options += [f"--{option}" for option in ("toy", "graphs") if getattr(given, option)]
-            done = subprocess.run([sys.executable, __file__, *options], check=False)
+            done = subprocess.run([sys.executable, __file__, *options], check=False)  # noqa: S603 - this file
             file = Path(folder) / f"{name}.json"
             if done.returncode == 0:
                 result["engines"][name] = json.loads(file.read_text(encoding="utf-8"))

@@ -76,9 +76,11 @@ def curves(host: str, runs: Mapping[str, Any], axes: Sequence[Axes]) -> None:
         panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False)
 
 
-def bars(axes: Axes, host: str, values: Mapping[str, float], unit: str, title: str) -> None:
+def bars(
+    axes: Axes, host: str, values: Mapping[str, float], unit: str, title: str, sides: Mapping[str, Any] = SIDES
+) -> None:
     """A bar for each side, with its number."""
-    known = SIDES[host]
+    known = sides[host]
     for y, (key, value) in enumerate(values.items()):
         axes.barh(y, value, color=COLORS[known[key][1]])
         axes.text(value, y, f" {value:.3g} {unit}", va="center", fontsize=8)
@@ -143,6 +145,42 @@ def trl_costs() -> Figure:
     figure.suptitle(
         f"TRL on one H200, bf16: rlkernel's head takes {saved:.0%} less memory than TRL's; "
         f"a step takes {step['ours']['ms']:.0f} instead of {step['stock']['ms']:.0f} ms"
+    )
+    return figure
+
+
+def trl_training() -> Figure:
+    """GRPO by TRL on one GPU, three ways: reward and drift by step, time and memory."""
+    found = read("h200/trl_grpo.json")
+    runs, steps = found["runs"], found["arguments"]["steps"]
+    names = {
+        "stock": ("TRL, transformers' generate", OTHERS),
+        "ours": ("with rlkernel, transformers' generate", OURS),
+        "exact": ("with rlkernel, exact rollout", OURS),
+    }
+    styles: dict[str, dict[str, Any]] = {"stock": {"color": "0.6", "lw": 3}, "ours": {"lw": 1.2}, "exact": {"lw": 1.2}}
+    figure = blank(12, 7)
+    (reward, drift), (seconds, memory) = figure.subplots(2, 2)
+    for name, run in runs.items():
+        smooth = [statistics.mean(run["reward"][max(0, i - 9) : i + 1]) for i in range(steps)]
+        reward.plot(range(1, steps + 1), smooth, label=names[name][0], **styles[name])
+        drift.plot(range(1, steps + 1), run["drift"], label=names[name][0], **styles[name])
+    reward.set(xlabel="step", ylabel="share of right terms, mean of 10 steps", title="reward")
+    drift.set(xlabel="step", ylabel="nats, mean of a step", title="rollout against trainer, before the step")
+    drift.set_ylim(bottom=0)
+    for axes in (reward, drift):
+        axes.grid(alpha=0.3)
+    reward.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1, frameon=False)
+    known = {"trl": names}
+    for axes, what, unit, title in (
+        (seconds, "step_s", "s", "time of a step"),
+        (memory, "peak_gib", "GiB", "memory at the peak"),
+    ):
+        bars(axes, "trl", {name: run[what] for name, run in runs.items()}, unit, title, known)
+    exact = runs["exact"]
+    figure.suptitle(
+        f"GRPO by TRL on one H200, {found['parameters'] / 1e9:.2f} billion parameters in bf16, {steps} steps: with an "
+        f"exact rollout {exact['differ']} of {exact['tokens']:,} log-probabilities differ"
     )
     return figure
 
@@ -225,6 +263,7 @@ PICTURES: Mapping[str, Callable[[], Figure]] = {
     "verl_cpu/curves.png": lambda: verl_curves("verl_cpu/verl.json", "a CPU, fp32"),
     "h200/verl/curves.png": lambda: verl_curves("h200/verl/verl.json", "one H200, bf16"),
     "h200/trl.png": trl_costs,
+    "h200/trl_grpo.png": trl_training,
     "h200/qmatmul-4bit.png": lambda: products(
         portable(FORMATS["qmatmul-4bit.png"]) | hopper(FORMATS["qmatmul-4bit.png"]), "Products with 4-bit weights"
     ),

@@ -55,14 +55,16 @@ def without_temperature(work: Work) -> None:
         raise NotImplementedError("takes no temperature")
 
 
-def one_id_per_row(work: Work) -> None:
-    """Refuse a workload with several ids per row.
+def plain_rows(work: Work) -> None:
+    """Refuse a workload with several ids per row, or with a low-rank addition to the head.
 
     Raises:
-        NotImplementedError: it lists K of each.
+        NotImplementedError: it lists K of each, or has one of rank r.
     """
     if work.options.get("K"):
         raise NotImplementedError("takes one id per row")
+    if work.options.get("r"):
+        raise NotImplementedError("takes no low-rank addition to the head")
 
 
 _MODULES: Final = (

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from rlkernel_bench.peers import Peer, one_id_per_row
+from rlkernel_bench.peers import Peer, plain_rows
 from rlkernel_bench.work import Call, Inputs, Outputs, Work
 
 
 def linear_logprob(work: Work) -> Call:
     """No entropy. Gradient blocks below 2^-12 are skipped, which is its default."""
-    one_id_per_row(work)
+    plain_rows(work)
     from cut_cross_entropy import linear_cross_entropy
 
     def run(given: Inputs) -> Outputs:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlkernel_bench.peers import Peer, one_id_per_row, without_temperature
+from rlkernel_bench.peers import Peer, plain_rows, without_temperature
 from rlkernel_bench.work import Call, Inputs, Outputs, Work
 
 _SOURCE = "liger-kernel 0.8.5"
@@ -12,7 +12,7 @@ _SOURCE = "liger-kernel 0.8.5"
 
 def logprob(work: Work) -> Call:
     """Cross-entropy without a reduction; it writes its gradient over the logits, so gradients are not asked of it."""
-    one_id_per_row(work)
+    plain_rows(work)
     from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
 
     without_temperature(work)
@@ -28,7 +28,7 @@ def logprob(work: Work) -> Call:
 
 def linear_logprob(work: Work) -> Call:
     """Per-token negative log-likelihood and entropy; CuTe kernels on Hopper where nvidia-cutlass-dsl is installed."""
-    one_id_per_row(work)
+    plain_rows(work)
     from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import LigerFusedScaledCrossEntropySM90Function
 
     entropy = bool(work.options.get("entropy"))
@@ -48,7 +48,7 @@ def _first(made: object) -> object:
 
 def linear_logprob_fallback(work: Work) -> Call:
     """The same by chunks of 512 tokens in torch, which is what runs without the CuTe kernels."""
-    one_id_per_row(work)
+    plain_rows(work)
     from liger_kernel.ops.fused_linear_scaled_cross_entropy import _FusedLinearPPOFallbackFunction
 
     entropy = bool(work.options.get("entropy"))

@@ -34,9 +34,16 @@ def logprob(work: Work) -> Call:
 
 
 def linear_logprob(work: Work) -> Call:
-    """The logits in the dtype of the model, then the above."""
+    """The logits in the dtype of the model, with those of a low-rank addition, then the above."""
     law = logprob(work)
-    return lambda given: law({"logits": given["hidden"] @ given["weight"].t(), "ids": given["ids"]})
+
+    def run(given: Inputs) -> Outputs:
+        logits = given["hidden"] @ given["weight"].t()
+        if "A" in given:
+            logits = logits + 2.0 * (given["hidden"] @ given["A"].t()) @ given["B"].t()  # the scale of the suite
+        return law({"logits": logits, "ids": given["ids"]})
+
+    return run
 
 
 def divergence(work: Work) -> Call:

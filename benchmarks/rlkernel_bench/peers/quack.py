@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from rlkernel_bench.peers import Peer, one_id_per_row, without_temperature
+from rlkernel_bench.peers import Peer, plain_rows, without_temperature
 from rlkernel_bench.work import Call, Inputs, Outputs, Work
 
 
 def logprob(work: Work) -> Call:
     """No entropy. Its linear cross-entropy gives a sum only, so it is no log-probability."""
-    one_id_per_row(work)
+    plain_rows(work)
     without_temperature(work)
     from quack.cross_entropy import cross_entropy
 

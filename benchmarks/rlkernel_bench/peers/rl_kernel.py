@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from rlkernel_bench.peers import Peer, one_id_per_row
+from rlkernel_bench.peers import Peer, plain_rows
 from rlkernel_bench.work import Call, Work
 
 
 def linear_logprob(work: Work) -> Call:
     """No entropy, no temperature; it looks at the ids on the host in every call."""
-    one_id_per_row(work)
+    plain_rows(work)
     from rl_engine.kernels.ops.triton.loss.linear_logp import TritonLinearLogpOp
 
     fused = TritonLinearLogpOp()

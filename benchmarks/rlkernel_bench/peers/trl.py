@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from importlib.util import find_spec
 
-from rlkernel_bench.peers import Peer, one_id_per_row
+from rlkernel_bench.peers import Peer, plain_rows
 from rlkernel_bench.peers.files import load
 from rlkernel_bench.work import Call, Inputs, Outputs, Work
 
@@ -14,7 +14,7 @@ CHUNK = 32768  # columns of a tile, TRL's default
 
 def logprob(work: Work) -> Call:
     """Log-probability and entropy in one read; the entropy always comes along."""
-    one_id_per_row(work)
+    plain_rows(work)
     fused = load("trl", "kernels/logprob_entropy.py").selective_log_softmax_and_entropy
     temperature = float(work.options.get("temperature", 1.0))
 
@@ -27,7 +27,7 @@ def logprob(work: Work) -> Call:
 
 def linear_logprob(work: Work) -> Call:
     """CuBLAS tiles whose statistics a Triton kernel merges."""
-    one_id_per_row(work)
+    plain_rows(work)
     # All it wants of transformers, and of TRL's trainer in the backward pass: nothing is sharded here.
     stubs = {"transformers": {}, "transformers.utils": {"is_triton_available": lambda: find_spec("triton") is not None}}
     beside = {"trainer/utils.py": {"maybe_gather_lm_head_ctx": lambda *_: nullcontext()}}

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import torch
 
-from rlkernel_bench.peers import Peer, one_id_per_row
+from rlkernel_bench.peers import Peer, plain_rows
 from rlkernel_bench.peers.files import load
 from rlkernel_bench.peers.plain import LONGEST_LOOP
 from rlkernel_bench.work import Call, Inputs, Outputs, Work
@@ -14,7 +14,7 @@ from rlkernel_bench.work import Call, Inputs, Outputs, Work
 
 def linear_logprob(work: Work) -> Call:
     """Log-probability and entropy, fused in Triton; the entropy is always computed."""
-    one_id_per_row(work)
+    plain_rows(work)
     if work.sizes["D"] % 128:
         raise NotImplementedError("hidden sizes are multiples of 128")
     kernels = _kernels()

@@ -1,7 +1,7 @@
 """GRPO by TRL on a model of real shape: stock, with rlkernel's operators, and with an exact rollout; one process.
 
-    python benchmarks/gpu_trl.py --toy                             # on this CPU, a minute
-    python benchmarks/gpu_trl.py --steps 200 --output trl.json     # Qwen3-0.6B's shape, random weights, one GPU
+    python benchmarks/gpu_trl_grpo.py --toy                                # on this CPU, a minute
+    python benchmarks/gpu_trl_grpo.py --output trl_grpo.json            # Qwen3-0.6B's shape, random weights, one GPU
 
 The task is arithmetic: the prompt is two numbers, `a` and `b`, and the completion shall be `a+b, a+2b, ...` modulo 100,
 one token a number. The reward is the share of right terms. Weights start random; next-token training takes them to
