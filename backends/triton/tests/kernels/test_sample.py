@@ -230,6 +230,16 @@ def test_powers_of_two_are_exact(device) -> None:
     assert out.tolist() == [2.0**-i for i in range(64)]
 
 
+def test_no_log_probability_is_above_0_where_one_token_has_all_the_mass(device) -> None:
+    N = 64 if device == "cpu" else 4096
+    g = torch.Generator().manual_seed(0)
+    x = (3 * torch.randn(N, 1, generator=g)).to(device)
+    T = (torch.rand(N, generator=g) * 2 + 0.05).to(device)
+    drawn = rlk.sample(x, seed=torch.arange(N, device=device), step=0, temperature=T, top_k=1)
+    assert drawn.logprob.tolist() == [0.0] * N
+    assert drawn.log_kept_mass.tolist() == [0.0] * N
+
+
 @pytest.mark.parametrize(
     "law", [{}, {"temperature": 0.7, "top_p": 0.95}, {"temperature": 1.3, "top_k": 100}, {"top_k": 1}], ids=str
 )
