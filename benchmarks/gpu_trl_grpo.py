@@ -224,11 +224,9 @@ def run(name: str, model: Any, given: argparse.Namespace, folder: str) -> dict[s
 
     def right(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
         asked = torch.tensor([[int(n) for n in p.split()] for p in prompts])
-        wanted = (FIRST + terms(asked, given.terms)).tolist()
-        return [
-            sum(a == b for a, b in zip(w, c, strict=False)) / given.terms
-            for w, c in zip(wanted, completion_ids, strict=True)
-        ]
+        before = torch.cat([asked[:, :1], torch.tensor(completion_ids)[:, :-1] - FIRST], 1)
+        follows = (before + asked[:, 1:]) % NUMBERS == torch.tensor(completion_ids) - FIRST
+        return follows.float().mean(1).tolist()
 
     clock = Clock(given.device)
     with ExitStack() as within:
