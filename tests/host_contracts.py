@@ -6,6 +6,8 @@
     pip download --no-deps -d wheels transformers==5.15.0
     git archive --format zip -o wheels/deepspeed_chat-0.1.zip HEAD:applications/DeepSpeed-Chat   # DeepSpeedExamples
     git archive --format zip -o wheels/slime-0.3.1.zip HEAD            # of THUDM/slime, likewise skyrl-0.3.0.zip
+    # of vime, the provider file alone, of RL-Align/vime at 33254c7, where the interface was developed:
+    zip wheels/vime-0.3.0.zip vime/backends/megatron_utils/linear_logp_provider.py
     git archive --format zip -o wheels/nemo_rl-0.7.0.zip v0.7.0        # of NVIDIA-NeMo/RL, likewise nemo_rl-0.6.0.zip
     git archive --format zip -o wheels/prime_rl-0.8.0.zip HEAD:src     # of PrimeIntellect-ai/prime-rl
     python tests/host_contracts.py wheels/*        # writes tests/host_contracts.json; hosts that are not named stay
@@ -81,7 +83,9 @@ def absolute(module: str, node: ast.ImportFrom, *, package: bool) -> str:
 
 
 def parameters(node: ast.AST) -> list[str] | None:
-    """Names in order; None for what is no function."""
+    """Names in order, of a dataclass those of its fields; None for what is neither."""
+    if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(d) for d in node.decorator_list):
+        return [n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)]
     if not isinstance(node, ast.FunctionDef):
         return None
     a = node.args

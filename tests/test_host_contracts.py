@@ -28,6 +28,7 @@ from rlkernel.integrations import (
     torchtitan,
     transformers,
     veomni,
+    vime,
     vllm,
 )
 from rlkernel.integrations.host import KEPT
@@ -146,6 +147,7 @@ ENTERED = {
     "nemo-rl": nemo_rl.worker,
     "torchtitan": lambda: torchtitan.enabled().__enter__(),
     "veomni": veomni.worker,
+    "vime": lambda: vime.provider(None),
     "torchao": torchao.config,
 }
 
@@ -268,6 +270,29 @@ def test_veomni_scores_the_tokens_that_follow_by_linear_logprob(monkeypatch) -> 
     for again in (same, of_a_context):
         assert torch.equal(again[0], found)
         assert torch.equal(again[1], entropy)
+
+
+@pytest.mark.parametrize("divided", [False, True], ids=["temperature", "divided"])
+def test_vime_is_given_what_logprob_scores_and_what_ran(divided, monkeypatch) -> None:
+    stand_in(vime, monkeypatch)
+    monkeypatch.setattr("rlkernel.integrations.host._ACTIVE", {})
+    logits = torch.randn(5, 31, generator=torch.Generator().manual_seed(0))
+    asked = dict.fromkeys(vime.HOST.symbols[1].takes.split(", "))
+    asked |= {"logits": logits, "target_ids": torch.arange(5), "temperature": 0.7, "metadata": {}}
+    asked |= {"with_entropy": divided, "with_entropy_grad": False}
+    if divided:
+        asked["metadata"] = {"logits_are_temperature_scaled": True}
+    found = vime.provider(SimpleNamespace(**asked))
+    law = (logits if divided else logits / 0.7).log_softmax(-1)
+    torch.testing.assert_close(found.logp, law.gather(-1, torch.arange(5)[:, None]), rtol=1e-5, atol=1e-6)
+    assert (found.entropy is None) is not divided
+    assert (found.backend_id, found.contract_id) == ("rlkernel_torch.logprob:logprob", "rlkernel logprob@1")
+    assert found.provenance["backend"] == "torch"
+    (entry,) = active()
+    assert (entry.host, entry.symbols) == ("vime", ("--linear-logp-provider",))
+    asked["metadata"] = {"top_p_sparse_token_ids": torch.zeros(5, 2)}
+    with pytest.raises(rlk.HostError, match="top_p_sparse_token_ids"):
+        vime.provider(SimpleNamespace(**asked))
 
 
 def test_a_worker_of_openrlhf_keeps_the_replacement(monkeypatch) -> None:

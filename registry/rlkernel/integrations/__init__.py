@@ -29,6 +29,7 @@ HOSTS: Final = (  # modules here, each with a `HOST`
     "skyrl",
     "prime_rl",
     "slime",
+    "vime",
     "nemo_rl",
     "torchtitan",
     "veomni",
