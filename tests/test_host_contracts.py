@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from packaging.specifiers import SpecifierSet
 
 import rlkernel as rlk
@@ -17,13 +18,17 @@ from rlkernel.integrations import (
     Active,
     active,
     deepspeed_chat,
+    nemo_rl,
     openrlhf,
     prime_rl,
     sglang,
     skyrl,
     slime,
     torchao,
+    torchtitan,
     transformers,
+    veomni,
+    vime,
     vllm,
 )
 from rlkernel.integrations.host import KEPT
@@ -139,6 +144,10 @@ ENTERED = {
     "skyrl": skyrl.worker,
     "prime-rl": lambda: prime_rl.enabled().__enter__(),
     "slime": lambda: slime.init(None),
+    "nemo-rl": nemo_rl.worker,
+    "torchtitan": lambda: torchtitan.enabled().__enter__(),
+    "veomni": veomni.worker,
+    "vime": lambda: vime.provider(None),
     "torchao": torchao.config,
 }
 
@@ -154,16 +163,21 @@ def test_an_absent_host_is_refused_with_the_line_that_installs_it(name) -> None:
 
 
 def stand_in(ours, monkeypatch) -> ModuleType:
-    """A module in the place of the host's, whose scoring function tells its name."""
-    module = ModuleType(ours.SCORE.module)
-    exec(f"def {ours.SCORE.name}({ours.SCORE.takes}): return 'theirs'", vars(module))
-    module.Actor = module.DeepSpeedPPOTrainer = SimpleNamespace(train_rlhf=lambda self, inputs: None)
-    monkeypatch.setitem(sys.modules, ours.SCORE.module, module)
+    """A module in the place of the host's, whose functions tell that they are theirs."""
+    modules = {symbol.module: ModuleType(symbol.module) for symbol in ours.HOST.symbols}
+    for symbol in ours.HOST.symbols:
+        outer, _, name = symbol.name.rpartition(".")
+        made = {}
+        exec(f"def made({symbol.takes or ''}): return 'theirs'", made)
+        held = vars(modules[symbol.module])
+        setattr(held.setdefault(outer, SimpleNamespace()) if outer else modules[symbol.module], name, made["made"])
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr("rlkernel.integrations.host.version", lambda _: ours.HOST.tested)
-    return module
+    return modules[ours.HOST.symbols[0].module]
 
 
-@pytest.mark.parametrize("ours", [openrlhf, deepspeed_chat, skyrl, prime_rl], ids=lambda m: m.HOST.name)
+@pytest.mark.parametrize("ours", [openrlhf, deepspeed_chat, skyrl, prime_rl, torchtitan], ids=lambda m: m.HOST.name)
 def test_tokens_are_scored_by_logprob_inside_the_block(ours, monkeypatch) -> None:
     host = stand_in(ours, monkeypatch)
     logits = torch.randn(2, 5, 31, generator=torch.Generator().manual_seed(0)).requires_grad_()
@@ -200,6 +214,85 @@ def test_slime_scores_a_split_vocabulary_by_logprob(kept, monkeypatch) -> None:
     torch.testing.assert_close(scored.double(), want, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(entropy.double(), -(law.exp() * law).sum(-1), rtol=1e-5, atol=1e-6)
     assert (scored.requires_grad, entropy.requires_grad, quiet.requires_grad) == (True, True, False)
+
+
+def test_nemo_rl_scores_a_split_vocabulary_by_logprob(alone, monkeypatch) -> None:
+    host = stand_in(nemo_rl, monkeypatch)
+    logits = torch.randn(2, 5, 31, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    target = torch.arange(10).view(2, 5)
+    with nemo_rl.enabled() as entry:
+        whole = host.DistributedLogprob.apply(logits, target, 0, 31, dist.group.WORLD)
+        chunked = host.ChunkedDistributedLogprob.apply(logits, target, 0, 31, 2, dist.group.WORLD, True)
+        with pytest.raises(rlk.HostError, match="vocab_start_index is 31, not 0"):
+            host.DistributedLogprob.apply(logits, target, 31, 62, dist.group.WORLD, False)
+    assert entry.calls == {"logprob": 3}
+    assert entry.symbols == (str(nemo_rl.WHOLE), str(nemo_rl.CHUNKED))
+    law = logits.detach().log_softmax(-1).gather(-1, target[..., None])[..., 0]
+    torch.testing.assert_close(whole.detach(), law, rtol=1e-5, atol=1e-6)
+    assert torch.equal(whole, chunked)
+    assert (whole.requires_grad, chunked.requires_grad) == (True, False)
+    assert (host.DistributedLogprob(), host.ChunkedDistributedLogprob()) == ("theirs", "theirs")
+
+
+def test_labels_of_torchtitan_that_are_no_tokens_have_no_gradient(monkeypatch) -> None:
+    host = stand_in(torchtitan, monkeypatch)
+    logits = torch.randn(1, 3, 31, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    with torchtitan.enabled():
+        scored, entropy = host.compute_logprobs(logits, torch.tensor([[4, -100, 5]]), return_entropy=True)
+    scored.sum().backward()
+    assert scored[0, 1] == 0
+    assert not logits.grad[0, 1].any()
+    assert logits.grad[0, [0, 2]].any(-1).all()
+    law = logits.detach().log_softmax(-1)
+    torch.testing.assert_close(entropy, -(law.exp() * law).sum(-1), rtol=1e-5, atol=1e-6)
+    assert not entropy.requires_grad
+
+
+def test_veomni_scores_the_tokens_that_follow_by_linear_logprob(monkeypatch) -> None:
+    host = stand_in(veomni, monkeypatch)
+    state = SimpleNamespace(sp_enabled=False)
+    monkeypatch.setattr(sys.modules[veomni.STATE.module], "get_parallel_state", lambda: state)
+    made = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(2, 4, 8, generator=made).requires_grad_(), torch.randn(31, 8, generator=made)
+    labels = torch.tensor([[1, 2, -100, 4], [5, 6, 7, 8]])
+    moved = torch.tensor([[2, -100, 4, -100], [6, 7, 8, -100]])
+    with veomni.enabled() as entry:
+        found, entropy = host.chunk_logprobs_function(hidden, weight, labels, temperature=0.7)
+        same = host.chunk_logprobs_function(hidden, weight, labels, shift_labels=moved, temperature=0.7)
+        state.sp_enabled = True
+        of_a_context = host.chunk_logprobs_function(hidden, weight, moved, 1024, -100, None, 0.7)
+    assert entry.calls == {"linear_logprob": 3}
+    law = (hidden.detach() @ weight.T / 0.7).log_softmax(-1)
+    want = law.gather(-1, moved.clamp(min=0)[..., None])[..., 0].masked_fill(moved < 0, 0)
+    torch.testing.assert_close(found.detach(), want, rtol=1e-5, atol=1e-5)
+    spread = -(law.exp() * law).sum(-1).masked_fill(moved < 0, 0)
+    torch.testing.assert_close(entropy.detach(), spread, rtol=1e-5, atol=1e-5)
+    for again in (same, of_a_context):
+        assert torch.equal(again[0], found)
+        assert torch.equal(again[1], entropy)
+
+
+@pytest.mark.parametrize("divided", [False, True], ids=["temperature", "divided"])
+def test_vime_is_given_what_logprob_scores_and_what_ran(divided, monkeypatch) -> None:
+    stand_in(vime, monkeypatch)
+    monkeypatch.setattr("rlkernel.integrations.host._ACTIVE", {})
+    logits = torch.randn(5, 31, generator=torch.Generator().manual_seed(0))
+    asked = dict.fromkeys(vime.HOST.symbols[1].takes.split(", "))
+    asked |= {"logits": logits, "target_ids": torch.arange(5), "temperature": 0.7, "metadata": {}}
+    asked |= {"with_entropy": divided, "with_entropy_grad": False}
+    if divided:
+        asked["metadata"] = {"logits_are_temperature_scaled": True}
+    found = vime.provider(SimpleNamespace(**asked))
+    law = (logits if divided else logits / 0.7).log_softmax(-1)
+    torch.testing.assert_close(found.logp, law.gather(-1, torch.arange(5)[:, None]), rtol=1e-5, atol=1e-6)
+    assert (found.entropy is None) is not divided
+    assert (found.backend_id, found.contract_id) == ("rlkernel_torch.logprob:logprob", "rlkernel logprob@1")
+    assert found.provenance["backend"] == "torch"
+    (entry,) = active()
+    assert (entry.host, entry.symbols) == ("vime", ("--linear-logp-provider",))
+    asked["metadata"] = {"top_p_sparse_token_ids": torch.zeros(5, 2)}
+    with pytest.raises(rlk.HostError, match="top_p_sparse_token_ids"):
+        vime.provider(SimpleNamespace(**asked))
 
 
 def test_a_worker_of_openrlhf_keeps_the_replacement(monkeypatch) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import reduce, wraps
@@ -21,6 +21,7 @@ from packaging.specifiers import SpecifierSet
 from rlkernel_core.errors import HostError
 
 T = TypeVar("T")
+Make = Callable[[Any, Counter[str]], Any]  # from what stood there and the count of calls to keep, what stands there
 
 
 @dataclass(frozen=True)
@@ -159,8 +160,9 @@ def registered(host: Host, found: str, *symbols: str) -> Active:
 def replaced(
     host: Host,
     symbol: Symbol,
-    make: Callable[[Any, Counter[str]], Any],
+    make: Make,
     *,
+    also: Sequence[tuple[Symbol, Make]] = (),
     idle: Callable[[], str] = lambda: "call it inside the block",
     force: bool = False,
 ) -> Iterator[Active]:
@@ -170,6 +172,7 @@ def replaced(
         host: the framework.
         symbol: the global.
         make: from what stood there and the count of calls to keep, what stands there inside the block.
+        also: globals that go with it, and what makes of each.
         idle: why the host may not have called it, and the remedy; asked where it did not.
         force: as in `Host.require`.
 
@@ -180,10 +183,14 @@ def replaced(
     with _LOCK:
         entry = _ACTIVE.get(host.name)
         if entry is None:
-            entry = Active(host.name, host.require(force=force), (str(symbol),))
+            every = [(symbol, make), *also]
+            entry = Active(host.name, host.require(force=force), tuple(str(s) for s, _ in every))
             if host.name in _SEEN:
                 entry.calls = _SEEN[host.name].calls
-            entry.undo = _replace(symbol, make, entry.calls)
+            with ExitStack() as undone:
+                for each, ours in every:
+                    undone.callback(_replace(each, ours, entry.calls))
+                entry.undo = undone.pop_all().close
             _ACTIVE[host.name] = _SEEN[host.name] = entry
         else:
             entry.depth += 1
@@ -200,7 +207,7 @@ def replaced(
         raise HostError(f"{host.name}: nothing went through {symbol} inside the block: {idle()}")
 
 
-def counted(op: str, function: Callable[..., Any]) -> Callable[[Any, Counter[str]], Any]:
+def counted(op: str, function: Callable[..., Any]) -> Make:
     """What `replaced` takes to put a function there whose calls count as those of an operator."""
 
     def make(_: Any, calls: Counter[str]) -> Any:
@@ -214,7 +221,7 @@ def counted(op: str, function: Callable[..., Any]) -> Callable[[Any, Counter[str
     return make
 
 
-def _replace(symbol: Symbol, make: Callable[[Any, Counter[str]], Any], calls: Counter[str]) -> Callable[[], None]:
+def _replace(symbol: Symbol, make: Make, calls: Counter[str]) -> Callable[[], None]:
     module = import_module(symbol.module)
     original = getattr(module, symbol.name)
     ours = make(original, calls)

@@ -84,21 +84,34 @@ def calculate_log_probs_and_entropy(
     Raises:
         ArgumentError: as `rlkernel.logprob`.
     """
+    del chunk_size
+    if not logits.shape[0]:
+        return logits.new_zeros(0), logits.new_zeros(0) if with_entropy else None
+    return score(logits, tokens, tp_group, log_prob_keep_mask, with_entropy, with_entropy_grad)
+
+
+def score(
+    logits: Tensor,
+    tokens: Tensor,
+    group: Any,
+    keep: Tensor | None,
+    with_entropy: bool,
+    with_entropy_grad: bool,
+    temperature: float | Tensor = 1.0,
+) -> tuple[Tensor, Tensor | None]:
+    """The arguments and results of `calculate_log_probs_and_entropy`, and the temperature of the law, one or [N]."""
     import torch
 
     import rlkernel as rlk
 
-    del chunk_size
-    if not logits.shape[0]:
-        return logits.new_zeros(0), logits.new_zeros(0) if with_entropy else None
-    keep, group, given = log_prob_keep_mask, tp_group, logits
+    given, law = logits, {"temperature": temperature, "group": group}
     if keep is not None:
         first = logits.shape[1] * group.rank() if group is not None else 0
         ids = torch.arange(first, first + logits.shape[1], device=logits.device)
         given = logits.masked_fill(~(keep | (tokens[:, None] == ids)), -torch.inf)
-    out = rlk.logprob(given, tokens, entropy=with_entropy and keep is None, group=group)
+    out = rlk.logprob(given, tokens, entropy=with_entropy and keep is None, **law)
     if not with_entropy:
         return out.logprob[:, None], None
-    found = out if keep is None else rlk.logprob(logits, tokens, entropy=True, group=group)
+    found = out if keep is None else rlk.logprob(logits, tokens, entropy=True, **law)
     entropy = asked_of("logprob", "entropy", found.entropy)
     return out.logprob[:, None], entropy if with_entropy_grad else entropy.detach()
