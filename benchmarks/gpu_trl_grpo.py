@@ -1,11 +1,12 @@
 """GRPO by TRL on a model of real shape: stock, with rlkernel's operators, and with an exact rollout; one process.
 
-    python benchmarks/gpu_trl_grpo.py --toy                                # on this CPU, a minute
-    python benchmarks/gpu_trl_grpo.py --output trl_grpo.json            # Qwen3-0.6B's shape, random weights, one GPU
+    python benchmarks/gpu_trl_grpo.py --toy                               # on this CPU, a minute
+    python benchmarks/gpu_trl_grpo.py --output trl_grpo.json              # Qwen3-0.6B's shape, random weights, one GPU
 
 The task is arithmetic: the prompt is two numbers, `a` and `b`, and the completion shall be `a+b, a+2b, ...` modulo 100,
-one token a number. The reward is the share of right terms. Weights start random; next-token training takes them to
-where some answers are right (--warm), and every run starts from there, with the same prompts.
+one token a number. The reward is the share of numbers that are the one before them plus `b`. Weights start random;
+next-token training takes them to where some answers are right (--warm), and every run starts from there, with the same
+prompts.
 
     stock   TRL's GRPOTrainer; completions by transformers' `generate`
     ours    trl.grpo_trainer() inside trl.enabled(): log-probabilities, advantages and losses by rlkernel; the same
@@ -28,6 +29,7 @@ import tempfile
 import time
 import warnings
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -223,10 +225,12 @@ def run(name: str, model: Any, given: argparse.Namespace, folder: str) -> dict[s
     data = Dataset.from_dict({"prompt": [f"{a} {b}" for a, b in rows.tolist()]})
 
     def right(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-        asked = torch.tensor([[int(n) for n in p.split()] for p in prompts])
-        before = torch.cat([asked[:, :1], torch.tensor(completion_ids)[:, :-1] - FIRST], 1)
-        follows = (before + asked[:, 1:]) % NUMBERS == torch.tensor(completion_ids) - FIRST
-        return follows.float().mean(1).tolist()
+        rewards = []
+        for prompt, ids in zip(prompts, completion_ids, strict=True):
+            a, b = map(int, prompt.split())
+            numbers = [a, *(i - FIRST for i in ids)]
+            rewards.append(sum((n + b) % NUMBERS == m for n, m in pairwise(numbers)) / given.terms)
+        return rewards
 
     clock = Clock(given.device)
     with ExitStack() as within:

@@ -105,7 +105,7 @@ def engine(given: argparse.Namespace) -> dict[str, Any]:  # noqa: C901 - one eng
         "max_model_len": 96 if given.toy else 512, "max_num_seqs": 8 if given.toy else 256, "seed": 0,
     }  # fmt: skip
     if not given.toy:
-        options |= {"attention_backend": "TRITON_ATTN", "kv_cache_memory_bytes": 8 << 30}
+        options |= {"attention_backend": "TRITON_ATTN", "kv_cache_memory_bytes": 8 << 30, "gpu_memory_utilization": 0.5}
     if given.graphs:
         options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     llm = LLM(model=str(given.folder / "model"), **options, **ENGINES[given.engine])

@@ -40,6 +40,15 @@ def test_a_share_is_never_above_zero() -> None:
     assert float(drawn.log_kept_mass.max()) <= 0.0
 
 
+def test_a_token_that_alone_was_kept_has_a_log_probability_of_0() -> None:
+    logits = torch.tensor([[0.0, -43.0, -44.0]])
+    with rlk.use("torch"):
+        drawn = rlk.sample(logits, seed=0, step=0, top_k=1)
+
+    assert drawn.logprob.item() == 0.0
+    assert drawn.log_kept_mass.item() == rlk.logprob(logits, drawn.token).logprob.item() < 0.0
+
+
 def test_a_confident_draw_keeps_the_digits_of_its_log_probability() -> None:
     logits = torch.tensor([[0.0, -20.0, -21.0]])
     with rlk.use("torch"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -79,3 +82,14 @@ def test_a_run_draws_the_same_tokens_again(run, tmp_path) -> None:
 def test_what_a_rollout_would_leave_out_is_refused_by_name(options, why, tmp_path) -> None:
     with pytest.raises(rlk.HostError, match=f"exact rollout has no form for {why}"):
         trained(tmp_path, steps=1, **options)
+
+
+def test_the_benchmark_of_a_training_finds_no_difference_with_an_exact_rollout_alone(tmp_path) -> None:
+    main = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "gpu_trl_grpo.py"))["main"]
+    try:
+        main(["--toy", "--warm", "0", "--steps", "2", "--output", str(tmp_path / "found.json")])
+    finally:
+        rlk.configure()
+    runs = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["runs"]
+    assert [runs[name]["differ"] > 0 for name in ("stock", "ours", "exact")] == [True, True, False]
+    assert min(run["tokens"] for run in runs.values()) > 64

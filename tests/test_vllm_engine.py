@@ -223,3 +223,15 @@ def test_what_a_server_ran_is_read_by_status(server, folder, cli) -> None:
     found = json.loads(cli("status", str(folder / "served"), "--json").stdout)
     assert {"vllm", "vllm quantization"} <= {entry["host"] for entry in found["hosts"]}
     assert {"sample@1", "qmatmul@1"} <= {ran["call"]["op"] for ran in found["decisions"]}
+
+
+def test_the_benchmark_of_an_engine_draws_each_request_alone_as_in_the_batch(tmp_path) -> None:
+    script = ROOT / "benchmarks" / "gpu_vllm.py"
+    asked = ["--toy", "--engines", "ours", "--turns", "1", "--output", str(tmp_path / "found.json")]
+    done = subprocess.run(
+        [sys.executable, str(script), *asked], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["engines"]["ours"]
+    assert found["requests_alone_as_in_the_batch"] == [True] * 4
+    assert found["scored"]["record"] == {"tokens": 16, "tolerance": 1e-3, "ok": True, "same": 16}

@@ -167,13 +167,13 @@ def trl_training() -> Figure:
         drift.plot(range(1, steps + 1), run["drift"], label=names[name][0], **styles[name])
     reward.set(xlabel="step", ylabel="share of right terms, mean of 10 steps", title="reward")
     drift.set(xlabel="step", ylabel="nats, mean of a step", title="rollout against trainer, before the step")
-    drift.set_ylim(bottom=0)
+    drift.set_ylim(bottom=-0.05 * drift.get_ylim()[1])  # so that a line of zeros is seen
     for axes in (reward, drift):
         axes.grid(alpha=0.3)
     reward.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=1, frameon=False)
     known = {"trl": names}
     for axes, what, unit, title in (
-        (seconds, "step_s", "s", "time of a step"),
+        (seconds, "step_s", "s", "time of a step, both at once on one GPU, beside other work"),
         (memory, "peak_gib", "GiB", "memory at the peak"),
     ):
         bars(axes, "trl", {name: run[what] for name, run in runs.items()}, unit, title, known)

@@ -11,7 +11,7 @@ from torch import Tensor
 _BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
-def with_sum(logprob: Tensor, log_kept: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+def with_sum(logprob: Tensor, log_kept: Tensor, whole: Tensor, alone: Tensor) -> tuple[Tensor, Tensor]:
     """Both numbers changed in their last bits, so that their sum rounds to `whole`.
 
     The smaller one stays, and the larger is what is left: an error of its own last bits. Where their sum lies halfway
@@ -21,8 +21,9 @@ def with_sum(logprob: Tensor, log_kept: Tensor, whole: Tensor) -> tuple[Tensor, 
         logprob: [N] fp32 or float64, <= 0, as the next two.
         log_kept: [N] whose sum with `logprob` is `whole` but for roundings.
         whole: [N] of the same dtype.
+        alone: [N] bool, whether no other token was kept, so that `logprob` is 0 and stays it.
     """
-    first = log_kept >= logprob
+    first = (log_kept >= logprob) & ~alone
     small = torch.maximum(torch.where(first, log_kept, logprob), whole) + 0.0  # -0 becomes 0
     between = (whole - small) + small != whole
     nearer = (small.view(_BITS[small.dtype]) - 1).view(small.dtype)

@@ -57,7 +57,7 @@ def sample(call: SampleCall, best: Best = best_noised) -> SampleResult:
     result = drawn.result(call.invalid_token, kept_capacity)
     exact = ~(drawn.none | drawn.padding | requests.greedy)
     whole = tempered(edited.x, drawn.token, requests.temperature)
-    shares = with_sum(result.logprob, result.log_kept_mass, whole)
+    shares = with_sum(result.logprob, result.log_kept_mass, whole, law.count == 1)
     exact &= whole > -torch.inf
     extra: dict[str, Tensor] = {
         "logprob": torch.where(exact, shares[0], result.logprob),

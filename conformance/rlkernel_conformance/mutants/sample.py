@@ -63,7 +63,7 @@ def summed(width: int, *, start: int = 0) -> How:
         part = partial_softmax(x, out.token, T, width, None, moment=False)
         sums = Sums(part.rest.top.roll(-start, -1), part.rest.total.roll(-start, -1), None)
         whole = softmax_stats(join(part._replace(rest=sums), T), T).logprob.to(out.logprob.dtype)
-        shares = with_sum(out.logprob, out.log_kept_mass, whole)
+        shares = with_sum(out.logprob, out.log_kept_mass, whole, out.logprob == 0)
         sound = out.logprob.isfinite() & (T > 0) & whole.isfinite()
         logprob, mass = (
             torch.where(sound, a, b) for a, b in zip(shares, (out.logprob, out.log_kept_mass), strict=True)

@@ -121,13 +121,15 @@ def other_logits(x, ids, token, V, column_stride, allowed, HAS_ALLOWED: tl.const
 
 
 @triton.jit
-def with_sum(logprob, log_kept, whole):
+def with_sum(logprob, log_kept, whole, alone):
     """(logprob, log_kept) changed in their last bits, so that their sum rounds to `whole`; all are <= 0.
+
+    alone: no other token was kept, so that `logprob` is 0 and stays it.
 
     The smaller of the two stays but for one unit in its last place, and the larger is what is left: an error of its own
     size's last bits. The unit is taken where the rest would lie between two numbers, and round to the other one.
     """
-    first = log_kept >= logprob
+    first = (log_kept >= logprob) & (alone == 0)
     small = tl.maximum(tl.where(first, log_kept, logprob), whole)
     between = (whole - small) + small != whole
     nearer = (small.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
@@ -185,7 +187,7 @@ def write_results(
         x, safe.to(tl.int32), V, s, work, m, S, column_stride, allowed, HAS_ALLOWED, UNIT, G, GROUP, GP
     )
     whole = log_probability(others, others_top, v, s)
-    exact_logprob, exact_log_kept = with_sum(logprob, log_kept, whole)
+    exact_logprob, exact_log_kept = with_sum(logprob, log_kept, whole, kept == 1)
     plain = (greedy == 0) & (tl.abs(top * s) < LARGEST) & (whole > -float("inf"))
     logprob = tl.where(plain, exact_logprob, logprob)
     log_kept = tl.where(plain, exact_log_kept, log_kept)

@@ -240,6 +240,13 @@ def test_no_log_probability_is_above_0_where_one_token_has_all_the_mass(device) 
     assert drawn.log_kept_mass.tolist() == [0.0] * N
 
 
+def test_a_token_that_alone_was_kept_has_a_log_probability_of_0(device) -> None:
+    x = torch.tensor([[0.0, -43.0, -44.0]], device=device)
+    drawn = rlk.sample(x, seed=0, step=0, top_k=1)
+    assert drawn.logprob.item() == 0.0
+    assert drawn.log_kept_mass.item() == rlk.logprob(x, drawn.token).logprob.item() < 0.0
+
+
 @pytest.mark.parametrize(
     "law", [{}, {"temperature": 0.7, "top_p": 0.95}, {"temperature": 1.3, "top_k": 100}, {"top_k": 1}], ids=str
 )
