@@ -195,6 +195,14 @@ def test_a_report_of_another_machine_renews_one(cli, tmp_path) -> None:
     assert clauses(documents.read(tmp_path / "kept")) == [("held", now()), ("held", OTHER)]
 
 
+def test_a_report_of_another_machine_renews_the_operators_that_are_asked_for(cli, tmp_path) -> None:
+    both = reports.merged(report({}, {}), report({}, {}, subject=FILTER))
+    documents.write(both, tmp_path / "brought")
+    words = ("conformance", "report", str(tmp_path / "brought"), "--report", str(tmp_path / "kept"))
+    assert cli(*words, "--op", "whiten").exit_code == 0
+    assert list(documents.read(tmp_path / "kept")["operators"]) == ["whiten@1"]
+
+
 def test_what_is_missing_needs_a_report(cli) -> None:
     done = cli("conformance", "run", "torch", "--missing")
     assert (done.exit_code, "--report" in done.stderr) == (2, True)

@@ -124,9 +124,12 @@ def _tell(progress: Progress) -> None:
 
 def _report(path: str, *, effort: Effort) -> bool:
     from rlkernel_conformance.documents import put, read
+    from rlkernel_conformance.report import only
     from rlkernel_conformance.show import passes, show
 
     content = read(Path(path))
+    if effort.ops:
+        content = only(content, [op for op in content["operators"] if op.partition("@")[0] in effort.ops])
     if effort.report is not None:
         content = put(content, effort.report)
     show(content, json=effort.json)
