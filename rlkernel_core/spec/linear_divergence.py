@@ -240,6 +240,14 @@ SPEC = OpSpec(
             "gradient",
             "backward:save",
         ),
+        Clause(
+            "LD-21",
+            "wrong lists",
+            "an id out of range, one listed twice or a mass above 1.0625 gives NaN in its own row and d_hidden, and "
+            "changes no bit of another",
+            "refusal",
+            "teacher_ids",
+        ),
     ),
     tolerances=(
         Tolerance("divergence", "float32", 1e-4, 1e-5, _SUMS),

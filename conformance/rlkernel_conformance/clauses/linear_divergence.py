@@ -388,6 +388,25 @@ def what_is_saved_changes_nothing(subject: Subject, case: Heads) -> None:
         check(subject, given, some, plain(g, "g"))
 
 
+@attack("LD-21", plainly(form="list", K=5), scale=0.5)
+def a_wrong_list_spoils_its_row(subject: Subject, case: Heads) -> None:
+    """And no other: ids beyond the vocabulary and below -1, an id twice, too much mass."""
+    given = replace(case, N=3, V=max(case.V, 12)).given(subject)
+    want, whole = back(subject, given, frozen=("weight",))
+    ids = given["teacher_ids"]
+    wrong = [("teacher_ids", v) for v in (given["weight"].shape[0], -2, 2**40, int(ids[1, 1]))] + [("teacher", 0.2)]
+    for name, value in wrong:
+        changed = given[name].clone()
+        changed[1, 0] = value
+        out, found = back(subject, {**given, name: changed}, frozen=("weight",))
+        require(bool(out[1].isnan()), f"{name} with {value} gives {out[1].item()!r}, not NaN")
+        same_bits("divergence", out[[0, 2]], want[[0, 2]], f"beside a row whose {name} has {value}")
+        if found:
+            require(bool(found["hidden"][1].isnan().all()), f"{name} with {value} has a d_hidden that is not NaN")
+            rest = found["hidden"][[0, 2]]
+            same_bits("d_hidden", rest, whole["hidden"][[0, 2]], f"beside a row whose {name} has {value}")
+
+
 def with_mask(subject: Subject, case: Heads) -> dict[str, Any]:
     """The call with a mask, where that is claimed."""
     given = case.given(subject)

@@ -71,6 +71,11 @@ def forgets_upstream_where_saved(call: LinearDivergenceCall, out: Tensor) -> Ten
     return plant.with_upstream(out, torch.ones_like) if call.backward == "save" and out.requires_grad else out
 
 
+def into_range(call: LinearDivergenceCall) -> Any:
+    ids = call.teacher_ids
+    return ids if ids is None else ids.long().clamp(-1, call.weight.shape[0] - 1)
+
+
 def cut_teacher(call: LinearDivergenceCall) -> Any:
     if not isinstance(call.teacher_weight, Tensor) or call.teacher_weight.dim() != 2:
         return call
@@ -114,4 +119,5 @@ BUGS: Final = {
         "another kernel, with other bits, where gradients are kept",
         then(lambda call, out: plant.lower(out, call.backward == "save")),
     ),
+    "ids_are_clamped": Bug("LD-21", "ids out of range moved into it", plant.given(teacher_ids=into_range)),
 }
