@@ -124,7 +124,7 @@ def test_an_operator_runs_from_a_bundle_on_the_code_of_its_configuration(orin) -
     logits = torch.randn(3, 32000).bfloat16()
     over(orin, driver)(LogprobCall(logits, torch.arange(3)))
     assert [(entry, grid, threads) for entry, grid, threads, _, _ in driver.launched] == [
-        ("partial_softmax", (3, 1, 1), 64),
+        ("partial_softmax", (3, 1, 1), 128),
         ("merge_softmax", (1, 1, 1), 128),
     ]
     _, _, _, given, count = driver.launched[0]
