@@ -17,6 +17,8 @@ from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.graphed import CaptureGroup
+from rlkernel_core.spec.sample import SPEC
+from rlkernel_torch import sample as of_torch
 from rlkernel_torch.direct import sample
 from rlkernel_torch.sharded import sampling, statistics
 from rlkernel_torch.truncation import descending
@@ -29,6 +31,11 @@ LAWS = (
     {"top_p": 0.7, "temperature": 0.5, "raw_logprob": True},
     {"min_p": 0.05, "entropy": True, "kept_capacity": 8, "top_k": 8},
 )
+
+
+def in_float64(x, **request):
+    """The draw whose log-probabilities are those of the law in float64, rounded once."""
+    return of_torch.sample(SPEC.call(x, **request), trainer_bits=False)
 
 
 def differing(want, have):
@@ -96,7 +103,7 @@ def test_the_best_ids_are_those_of_the_total_order() -> None:
 @given(requests(), st.sampled_from((1, 4, 64)))
 def test_every_bit_is_that_of_the_joined_rows(drawn, candidates) -> None:
     x, sizes, request = drawn
-    want = sample(x, **request)
+    want = in_float64(x, **request)
     found = split(x, sizes, candidates=candidates, **request)
     assert [differing(want, have) for have in found] == [[]] * len(sizes)
 
@@ -107,7 +114,7 @@ def test_candidates_settle_what_models_ask_for(monkeypatch, request_, gathered) 
     real = sampling.joined
     monkeypatch.setattr(sampling, "joined", lambda *args: calls.append(1) or real(*args))
     x = 6 * torch.randn(16, 4000, generator=torch.Generator().manual_seed(0))
-    want = sample(x, seed=torch.arange(16), step=3, **request_)
+    want = in_float64(x, seed=torch.arange(16), step=3, **request_)
     found = split(x, (1000,) * 4, candidates=128, seed=torch.arange(16), step=3, **request_)
     assert ([differing(want, have) for have in found], len(calls)) == ([[]] * 4, 4 * gathered)
 
@@ -116,8 +123,17 @@ def test_a_nucleus_of_more_than_was_sent_is_drawn_from_the_gathered_logits() -> 
     x = torch.zeros(3, 400)
     request = {"top_p": 0.9, "seed": torch.arange(3), "step": 0}
     found = split(x, (100, 300), candidates=8, **request)
-    assert [differing(sample(x, **request), have) for have in found] == [[], []]
+    assert [differing(in_float64(x, **request), have) for have in found] == [[], []]
     assert found[0].kept_count.tolist() == [360] * 3
+
+
+def test_the_law_in_float64_is_within_a_rounding_of_what_sample_states() -> None:
+    x = 6 * torch.randn(64, 4000, generator=torch.Generator().manual_seed(0))
+    request = {"seed": torch.arange(64), "step": 3, "top_p": 0.9, "raw_logprob": True}
+    stated, law = sample(x, **request), in_float64(x, **request)
+    assert set(differing(stated, law)) <= {"logprob", "log_kept_mass", "raw_logprob"}
+    for name in ("logprob", "log_kept_mass", "raw_logprob"):
+        torch.testing.assert_close(getattr(stated, name), getattr(law, name), rtol=1e-6, atol=2e-6)
 
 
 def test_unless_candidates_are_asked_for_it_is_the_call_that_the_policy_chooses() -> None:
@@ -140,7 +156,7 @@ def test_in_a_graph_the_logits_are_gathered_and_the_bits_stay() -> None:
         graphed = rlk.capture(step, (shard, torch.tensor(0)), collectives=True, group=own)
         return [graphed(shard, torch.tensor(at)) for at in range(3)]
 
-    want = [sample(x, seed=torch.arange(4), step=torch.tensor(at), top_p=0.9).logprob for at in range(3)]
+    want = [in_float64(x, seed=torch.arange(4), step=torch.tensor(at), top_p=0.9).logprob for at in range(3)]
     for found in on_ranks(SUBJECT, 2, one):
         assert all(map(torch.equal, want, found))
 
@@ -186,7 +202,8 @@ def process(index, folder, ranks, cuts):
             request = {**law, "seed": torch.arange(8), "step": 2}
             for candidates in (0, 128):
                 have = sample_shard(x.split(sizes, 1)[index], group=group, candidates=candidates, **request)
-                assert differing(sample(x, **request), have) == []
+                want = in_float64(x, **request) if candidates else sample(x, **request)
+                assert differing(want, have) == []
     dist.destroy_process_group()
 
 

@@ -40,12 +40,14 @@ def draw(law: FilteredSoftmax, requests: Requests, stream: int, best: Best = bes
     return best(law.weights.y, law.keep, words)
 
 
-def sample(call: SampleCall, best: Best = best_noised) -> SampleResult:
+def sample(call: SampleCall, best: Best = best_noised, *, trainer_bits: bool = True) -> SampleResult:
     """Draw one token per row: rlkernel_core.spec.sample.SampleCall is the contract.
 
     Args:
         call: its record.
         best: the token of each row; the conformance suite puts faulty ones in its place.
+        trainer_bits: state the numbers that `logprob` computes of the token; else those of the law in float64, rounded
+            once, as ranks with columns of their own can compute them.
     """
     top_n, kept_capacity = call.top_n, call.kept_capacity
     given = call.logits[:, : call.vocab_size or call.logits.shape[1]]
@@ -55,18 +57,19 @@ def sample(call: SampleCall, best: Best = best_noised) -> SampleResult:
     law = truncate(edited.x, requests, filter_order=call.filter_order, tie=call.tie)
     drawn = drawn_from(law, edited, requests, draw(law, requests, call.stream, best))
     result = drawn.result(call.invalid_token, kept_capacity)
-    exact = ~(drawn.none | drawn.padding | requests.greedy)
-    whole = tempered(edited.x, drawn.token, requests.temperature)
-    shares = with_sum(result.logprob, result.log_kept_mass, whole, law.count == 1)
-    exact &= whole > -torch.inf
-    extra: dict[str, Tensor] = {
-        "logprob": torch.where(exact, shares[0], result.logprob),
-        "log_kept_mass": torch.where(exact, shares[1], result.log_kept_mass),
-    }
+    extra: dict[str, Tensor] = {}
+    if trainer_bits:
+        whole = tempered(edited.x, drawn.token, requests.temperature)
+        shares = with_sum(result.logprob, result.log_kept_mass, whole, law.count == 1)
+        exact = ~(drawn.none | drawn.padding | requests.greedy) & (whole > -torch.inf)
+        extra["logprob"] = torch.where(exact, shares[0], result.logprob)
+        extra["log_kept_mass"] = torch.where(exact, shares[1], result.log_kept_mass)
     if call.raw_logprob:
-        x = torch.where(given.isnan(), -torch.inf, given)
-        raw = tempered(x, drawn.token, torch.ones_like(requests.temperature))
-        raw = torch.where(raw > -torch.inf, raw, raw_law(given).logprob(drawn.token).to(raw.dtype))
+        raw = raw_law(given).logprob(drawn.token)
+        if trainer_bits:
+            x = torch.where(given.isnan(), -torch.inf, given)
+            of_trainer = tempered(x, drawn.token, torch.ones_like(requests.temperature))
+            raw = torch.where(of_trainer > -torch.inf, of_trainer, raw.to(of_trainer.dtype))
         extra["raw_logprob"] = drawn.rows(raw, torch.nan)
     if call.entropy:
         extra["entropy"] = drawn.rows(law.entropy(), torch.nan)

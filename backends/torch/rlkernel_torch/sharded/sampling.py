@@ -1,5 +1,8 @@
 """sample@1 of logits whose vocabulary is split over the ranks of a process group: the bits of the joined rows' draw.
 
+Log-probabilities are those of the law in float64, rounded once: the sums of a trainer, which `sample` states, go over
+whole rows.
+
 Each rank edits its own columns and sends, in one all-gather, its sums of each row and its best ids: with filters those
 of the largest logits, without a filter the two that its noise favors. Every rank joins that in rank order, so all get
 the same bits.
@@ -72,7 +75,7 @@ def sample_shard(
 
     def whole() -> SampleResult:
         """The draw of the joined rows, joined."""
-        return sample(SampleCall.of(call, logits=joined(logits, at)))
+        return sample(SampleCall.of(call, logits=joined(logits, at)), trainer_bits=False)
 
     filtered = not (call.top_k is call.top_p is call.min_p is None)
     # Known of whole rows only, or of more ids than are sent.
