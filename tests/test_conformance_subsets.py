@@ -20,6 +20,7 @@ from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ConfigError
 from rlkernel_core.manifest import Backend
 from rlkernel_core.spec import OPERATORS
+from rlkernel_core.spec.policy_loss import KINDS
 from tests import strangers
 
 FEW = Profile("few", 3, 60, thorough=False)
@@ -33,11 +34,13 @@ def claiming(op: str, features: frozenset[str]) -> Backend:
 
 
 def some_of(op: str, share: float, seed: int) -> frozenset[str]:
-    """A share of plain torch's claims, and of each family that every call needs one."""
+    """A share of plain torch's claims, of each family that every call needs one, and what a kind of loss needs."""
     drawn, whole = random.Random(f"{op} {share} {seed}"), sorted(PLAIN[op].supports)
     kept = {feature for feature in whole if drawn.random() < share}
     for family in OPERATORS[op].one_of:
         kept.add(drawn.choice([feature for feature in OPERATORS[op].family(family) if feature in whole]))
+    if any(KINDS[kind].levels == ("sequence",) for kind in KINDS if f"kind:{kind}" in kept):
+        kept.add("level:sequence")  # without it no call reaches such a kind
     return frozenset(kept)
 
 

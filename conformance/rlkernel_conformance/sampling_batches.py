@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -70,8 +70,10 @@ def to(device: str, value: Any) -> Any:
         return value.to(device)
     if isinstance(value, dict):
         return {n: to(device, v) for n, v in value.items()}
+    if not is_dataclass(value):
+        return value
     kind: Any = type(value)
-    return kind(**to(device, vars(value))) if is_dataclass(value) else value
+    return kind(**{f.name: to(device, getattr(value, f.name)) for f in fields(value)})
 
 
 def pack(masks: Any) -> torch.Tensor:

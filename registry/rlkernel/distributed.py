@@ -107,13 +107,14 @@ def sample_shard(
     """`rlkernel.sample` of rows whose vocabulary is split over the ranks of a group: the same bits on every rank.
 
     Token, log-probabilities and everything else are bitwise those of the joined rows, on any number of ranks, one
-    included; with `candidates` > 0 log-probabilities are those of the law in float64, rounded once, where `sample` states
-    the trainer's. Either the logits are gathered and drawn from by `rlkernel.sample`, whichever backend the policy chooses,
-    in a graph too: what links between GPUs of one machine are fast enough for. Or (`candidates` > 0, for slow links)
-    ranks exchange their sums and best ids, in one all-gather of [N, 8 + 3 C] numbers, in the arithmetic of the
-    reference and with its bits. Where these do not settle a row (it keeps more ids than were sent, or a rounding could
-    go either way), where `top_n`, `rank`, or a kept set without a filter are asked for, for float64, and while a graph
-    is recorded, the logits are gathered all the same; to know which, a call reads one value on the host.
+    included; with `candidates` > 0 log-probabilities are those of the law in float64, rounded once, where `sample`
+    states the trainer's. Either the logits are gathered and drawn from by `rlkernel.sample`, whichever backend the
+    policy chooses, in a graph too: what links between GPUs of one machine are fast enough for. Or (`candidates` >
+    0, for slow links) ranks exchange their sums and best ids, in one all-gather of [N, 8 + 3 C] numbers, in the
+    arithmetic of the reference and with its bits. Where these do not settle a row (it keeps more ids than were
+    sent, or a rounding could go either way), where `top_n`, `rank`, or a kept set without a filter are asked for,
+    for float64, and while a graph is recorded, the logits are gathered all the same; to know which, a call reads
+    one value on the host.
 
     Args:
         logits: [N, n] this rank's columns, in rank order; not written to.

@@ -29,6 +29,7 @@ from rlkernel_conformance.clauses.rollout_state_machine import (
 from rlkernel_conformance.compare import Violation, require
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ArgumentError, BufferFullError, FileError
+from rlkernel_core.files import write_bytes
 from rlkernel_core.spec.rollouts import STATUS, RolloutBuffer
 
 __all__ = ["rollout_groups", "rollout_refusals"]  # their attacks belong to this operator
@@ -359,7 +360,7 @@ def a_loaded_buffer_goes_on(subject: Subject, case: Program) -> None:
 def _refused_files(subject: Subject, buffer: RolloutBuffer, path: Path) -> None:
     """A file without its last byte, and one of another shape, are refused by a buffer that stays as it is."""
     cut, shaped = path.with_name("cut"), path.with_name("of another shape")
-    cut.write_bytes(path.read_bytes()[:-1])
+    write_bytes(cut, path.read_bytes()[:-1])
     small(subject, max_seqs=SEQS - 1).save(str(shaped))
     before = content(buffer)
     for file, refusal in ((cut, FileError), (shaped, ArgumentError)):

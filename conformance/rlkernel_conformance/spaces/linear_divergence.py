@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from rlkernel_conformance.clauses.linear_divergence import FORMS
+from rlkernel_conformance.clauses.linear_divergence_heads import FORMS
 from rlkernel_conformance.compare import plain
 from rlkernel_conformance.spaces import divergence, heads
 from rlkernel_conformance.spaces.layouts import SAME_VALUES

@@ -172,6 +172,8 @@ def real(subject: Subject) -> Sequence[Mapping[str, Any]]:
     kinds, ways = kind_levels(subject), variants(subject, "aggregate:")
     losses = [next((k for k in kinds if k[1] == level), None) for level in ("token", "sequence")]
     found = [k for k in losses if k is not None]
+    if not found or not ways:
+        return []
     return [
         {"loss": found[i % len(found)], "aggregate": ways[i % len(ways)], "size": (2, 2), **sizes}
         for i, sizes in enumerate(heads.real_heads(subject))
