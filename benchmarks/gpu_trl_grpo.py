@@ -65,11 +65,11 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--toy", action="store_true", help="sizes for a CPU")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--prompts", type=int, help="prompts of a step")
-    parser.add_argument("--group", type=int, default=8, help="completions of a prompt")
+    parser.add_argument("--group", type=int, help="completions of a prompt")
     parser.add_argument("--terms", type=int, default=16, help="tokens of a completion")
     parser.add_argument("--lr", type=float)
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--warm", type=float, default=0.3, help="probability of a right term where GRPO starts")
+    parser.add_argument("--warm", type=float, default=0.5, help="probability of a right term where GRPO starts")
     parser.add_argument("--warm-steps", type=int, default=3000, help="most steps of next-token training")
     parser.add_argument("--warm-lr", type=float)
     parser.add_argument("--runs", default="stock,ours,exact")
@@ -79,8 +79,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     given.dtype = "float32" if given.toy else "bfloat16"
     for name, (toy, whole) in {
         "steps": (5, 200),
-        "prompts": (4, 16),
-        "lr": (1e-3, 3e-5),
+        "prompts": (4, 8),
+        "group": (8, 16),
+        "lr": (1e-3, 5e-5),
         "warm_lr": (1e-2, 3e-4),
     }.items():
         if getattr(given, name) is None:

@@ -13,6 +13,7 @@ Of each: whether a seeded request draws the same tokens alone and in a batch, se
 top-p (seeded, as a rollout that shall be drawn again, and unseeded), and how far transformers' log-probabilities of
 the drawn tokens are from those that the engine states. Of ours also what a record of the rollout explains
 (`rollouts.verify`), and what ran. Random weights have flat laws; the head is scaled so that some tokens are likely.
+The toy has run to its end on a CPU; on a GPU nothing has yet.
 """
 
 from __future__ import annotations
@@ -211,6 +212,11 @@ def main(words: list[str] | None = None) -> None:
             if given.output is not None:
                 write_json(given.output, result)
     print(json.dumps(result, indent=1))
+    failed = [name for name, found in result["engines"].items() if "failed" in found]
+    if failed:
+        raise SystemExit(
+            f"{', '.join(failed)}: the engine ended with an error, which stands above; leave it out with --engines"
+        )
 
 
 if __name__ == "__main__":

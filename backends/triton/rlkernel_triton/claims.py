@@ -87,7 +87,7 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         "rlkernel_triton.lm_head_sample.launch:prepare",
         without=frozenset({"quantized"}),
         prepared=True,
-        sums="mma16/g64/tree/f32",
+        sums="mma16/g64/s8/tree/f32",
     ),
     "verify": Claim("rlkernel_triton.verify.launch:prepare", prepared=True),
     # Captured Triton kernels have been reported to fault on gfx11 and gfx12.

@@ -114,7 +114,7 @@ def padding_stays_where_it_is(subject: Subject, case: Rows) -> None:
         masked = Bucket({"x": 0}, sizes, out=None, valid="rows", over="eager")
         total = subject(_total, (torch.ones_like(x[:1]),), buckets=(masked,), pad={"x": poison}, warmup=1)(x)
         true = {"total": x.sum(0), "rows": torch.tensor(case.n, device=x.device)}
-        require(equal(total, true), f"{case.n} rows padded with {poison} are told apart as {total}, expected {true}")
+        require(equal(total, true), f"{case.n} rows padded with {poison} give valid rows {total}, expected {true}")
     for out in (1, 2, -3, {"nobody": 0}):
         uncut = (Bucket({"x": 0}, SIZES, out=out),)
         refused(f"a bucket with out={out}", lambda uncut=uncut: subject(largest, (x,), buckets=uncut, warmup=0)(x))

@@ -26,13 +26,16 @@ from rlkernel_core.tree import flatten
 Told = list[tuple[str, Any]]  # what gave something, and what it gave
 _PLAIN: Final = (Tensor, str, int, float, bool, bytes, type(None))
 _TIMES: Final = ("capture_ms", "guard_ns")  # leaves of statistics that differ from run to run
-_WORDS: Final = ("last_error", "explain()")  # told for people: the first word, "replay" or "refused", is compared alone
-_STORAGE: Final = ".tensors()"  # of which shapes and dtypes are told: values are told where they come out
+_WORDS: Final = (
+    "last_error",
+    "explain()",
+)  # text for people, of which the first word is compared, "replay" or "refused"
+_STORAGE: Final = ".tensors()"  # compared by shapes and dtypes alone: methods that return the values are compared too
 _HELD: Final = 400  # results that are looked at again at the end
 
 
 class Transcript:
-    """What was given so far, tensors as they were then; at the end all results are told once more."""
+    """What was given so far, tensors as they were then; at the end it notes all results once more."""
 
     def __init__(self) -> None:
         self.told: Told = []
@@ -52,7 +55,7 @@ class Transcript:
             self._held.append((f"{name} at the end", value))
 
     def end(self, outcome: str) -> Told:
-        """All that was told, with what results are by now and how the clause ended."""
+        """All that was noted, with what results are by now and how the clause ended."""
         for name, value in self._held:
             self.tell(name, value)
         return [*self.told, ("the clause", outcome)]

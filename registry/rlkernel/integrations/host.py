@@ -21,7 +21,7 @@ from packaging.specifiers import SpecifierSet
 from rlkernel_core.errors import HostError
 
 T = TypeVar("T")
-Make = Callable[[Any, Counter[str]], Any]  # from what stood there and the count of calls to keep, what stands there
+Make = Callable[[Any, Counter[str]], Any]  # from the original and the count of calls to keep, its replacement
 
 
 @dataclass(frozen=True)

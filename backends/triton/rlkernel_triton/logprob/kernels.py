@@ -33,7 +33,7 @@ PART: Final = TILE * STEPS.value  # columns of a part: 4 programs a row at V = 1
 COLUMNS: Final = 2048  # columns that a program of the gradient takes at a time
 # (fewest rows, how often): 1.05 ms at 8192 x 128256, where one 4096 a program takes 1.09; few rows need all programs.
 REPEATS: Final = ((0, 1), (256, 16))
-STATS_WARPS: Final = 4
+STATS_WARPS: Final = 4  # decides no bit; README.md has what was measured
 GRADIENT_WARPS: Final = 4
 
 NEIGHBORS: tl.constexpr = tl.constexpr(8)  # columns of a lane: one load of 16 bytes in 16 bits, two in fp32

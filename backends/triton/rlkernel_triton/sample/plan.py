@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlkernel_core.spec.sampling import FILTER_ORDERS, SampleResult
 from rlkernel_triton.common.device import has_pdl, lanes_per_warp, on_nvidia
+from rlkernel_triton.common.group_sums import GROUP
 from rlkernel_triton.common.language import triton
 from rlkernel_triton.common.sampling_arguments import as_int64, each_of, flat
 from rlkernel_triton.launchers import launcher_for
@@ -35,12 +36,12 @@ class Shape:
     """How the work is cut. TILE, GROUP, K, C, GATHERED and BLOCK decide bits and never depend on the batch."""
 
     TILE: int = 1024  # tokens of a tile
-    GROUP: int = 64  # tokens whose maximum is kept
+    GROUP: int = GROUP.value  # tokens whose maximum is kept, and whose sum is one of `logprob`'s too
     K: int = 64  # groups that are read again, and the largest top-k that candidates answer
     C: int = 128  # candidates that are compared
     GATHERED: int = 1024  # tokens that the exact search compares without the row
     BLOCK: int = 2048  # tokens a step of the exact search; with 4096 it spills on CDNA, whatever the warps
-    stats_warps: int = 4  # decides the order of a sum too
+    stats_warps: int = 4
     select_warps: int = 0  # 0: by the batch, as registers
     select_registers: int = 0  # of a thread of `select_and_sample`, on NVIDIA's
     search_warps: int = 8
