@@ -34,6 +34,7 @@ RUNS = {
     "test_transformers_exact": "transformers",
     "test_transformers_exact_generate": "transformers",
     "test_transformers_exact_machine": "transformers",
+    "test_transformers_exact_split": "transformers",
     "test_torchtitan": "torchtitan",
     "test_trl": "trl",
     "test_trl_exact": "trl",

@@ -6,7 +6,7 @@
 
 Linear layers, RMS norms and gated MLPs are replaced by modules that hold the same parameters; attention goes through
 transformers' own registry. What remains transformers' are rows of an embedding, rotary angles, and additions and
-products of single elements.
+products of single elements. Ranks may share the layers (`exact_split`).
 
 A model is taken whole or refused, with the name of the first module that has no exact form. Then its logits are
 compared with those of before, and the operators that ran with those that run where batch invariance is needed.
@@ -23,6 +23,7 @@ from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 import rlkernel as rlk
 from rlkernel.integrations import peft_lora
@@ -30,6 +31,7 @@ from rlkernel.integrations.host import registered
 from rlkernel.integrations.transformers_exact import HOST, NAME, attention_by, places
 from rlkernel.nn.exact import ACTIVATIONS, ExactGatedMLP, ExactLinear, ExactQuantLinear, ExactRMSNorm, activation_of
 from rlkernel.nn.exact_moe import EXPERTS, ROUTERS, ExactExperts, ExactRouter
+from rlkernel.nn.exact_split import SplitLinear, split_layers
 from rlkernel.nn.generate import Generated, rollout
 from rlkernel.nn.generate_checks import check_decisions, check_elsewhere, ends_of, prompt_rows
 from rlkernel.nn.linear import QuantLinear
@@ -56,6 +58,7 @@ class Exact:
     attention: str  # the implementation of before
     ran: dict[str, str] = field(default_factory=dict)  # operator -> what ran, in the comparison with what was
     decoder: Decoder | None = field(default=None, repr=False)  # pages and graph of the last `generate`
+    group: Any = None  # the ranks that share the layers
 
     def generate(
         self,
@@ -109,9 +112,13 @@ class Exact:
 
         Raises:
             ArgumentError: a parameter is out of its range, prompts are no ids, or the mask is no padding.
-            HostError: undo() was called, the model is on several devices, or an operator runs whose bits may depend on
-                the batch. No page is allocated before.
+            HostError: undo() was called, the model is on several devices or ranks, or an operator runs whose bits may
+                depend on the batch. No page is allocated before.
         """
+        if self.group is not None:
+            raise HostError(
+                "generate() runs on one rank: draw there with exact(model, split=True), which has the bits of all ranks"
+            )
         check_elsewhere(elsewhere)
         rows = prompt_rows(prompts, attention_mask, self.model.get_input_embeddings().weight.shape[0])
         given = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
@@ -128,10 +135,28 @@ class Exact:
             self.decoder.close()
         self.decoder = None
 
+    def whole_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Names of the model's parameters and their values, whole where ranks share them; each rank gets all of them.
+
+        For a rollout's copy of the model, or a checkpoint: what is shared is gathered as it is asked for, so every rank
+        goes through all of it, and holds one whole weight at a time.
+        """
+        for name, parameter in self.model.named_parameters():
+            path, _, last = name.rpartition(".")
+            module = self.model.get_submodule(path)
+            shared = self.group is not None and isinstance(module, SplitLinear)
+            yield name, module.whole(last) if shared else parameter.detach()
+
     def undo(self) -> None:
-        """Put back what was replaced; the second time nothing is left to do."""
+        """Put back what was replaced; the second time nothing is left to do.
+
+        Where ranks share layers, every rank calls it, and the shares are gathered.
+        """
         self.release()
+        now = {path: self.model.get_submodule(path) for path in self.replaced}
         for path, module in self.replaced.items():
+            if isinstance(shared := now[path], SplitLinear) and module.weight is None:
+                shared.give_back(module)
             _put(self.model, path, module)
         if self.replaced:
             self.model.set_attn_implementation(self.attention)
@@ -146,11 +171,17 @@ class Exact:
         self.undo()
 
 
-def exact(model: Any, *, force: bool = False) -> Exact:
+def exact(model: Any, *, group: ProcessGroup | None = None, split: bool = False, force: bool = False) -> Exact:
     """Compute a decoder of transformers (Llama, Qwen, Mistral, Gemma classes) by operators of exact bits.
 
     Args:
-        model: a causal language model of transformers; quantized layers of `rlkernel.nn` may be in it.
+        model: a causal language model of transformers; quantized layers of `rlkernel.nn` may be in it, where ranks do
+            not share them.
+        group: ranks that share the layers, 2, 4 or 8, each with the same model. A rank keeps its heads and its part of
+            the MLP and of the head, and the whole weights are freed. `model.lm_head.weight` is a share of the
+            vocabulary, for `linear_logprob(group=)`; logits are gathered. `whole_parameters()` gathers weights.
+        split: add in the order of ranks that share the layers, without any: a rollout on one rank beside a trainer on
+            several has the same bits. A group implies it.
         force: take a version of transformers outside the window, too, if its symbols are what they were.
 
     Returns:
@@ -158,8 +189,8 @@ def exact(model: Any, *, force: bool = False) -> Exact:
 
     Raises:
         HostError: transformers is absent, of another version, or has changed; a module has no exact form, an operator
-            is chosen whose bits may depend on the batch, or the model does not compute what it did. Nothing is
-            changed then.
+            is chosen whose bits may depend on the batch, the model does not compute what it did, or ranks cannot share
+            it. Nothing is changed then.
         ArgumentError: `model` is no model of transformers.
     """
     found = HOST.require(force=force)
@@ -173,9 +204,11 @@ def exact(model: Any, *, force: bool = False) -> Exact:
     utils.AttentionInterface.register(NAME, attention_by(entry.calls))
     masks.AttentionMaskInterface.register(NAME, places)
     made = dict(_replacements(model, force=force))
+    if split or group is not None:
+        made |= dict(split_layers(model, made, group))
     before = _logits(model)
     attention = model.config._attn_implementation  # noqa: SLF001 it has no other name
-    done = Exact(model, {path: model.get_submodule(path) for path in made}, attention)
+    done = Exact(model, {path: model.get_submodule(path) for path in made}, attention, group=group)
     with ExitStack() as undoing:
         undoing.callback(done.undo)
         for path, module in made.items():
@@ -183,6 +216,9 @@ def exact(model: Any, *, force: bool = False) -> Exact:
         model.set_attn_implementation(NAME)
         _judge(done, before)
         undoing.pop_all()
+    for path in made if group is not None else ():
+        if isinstance(shared := model.get_submodule(path), SplitLinear):
+            shared.take(done.replaced[path])
     return done
 
 
