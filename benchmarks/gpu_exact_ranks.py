@@ -4,8 +4,8 @@
     python benchmarks/gpu_exact_ranks.py --ranks 2 --layers 4 --output ranks.json    # Qwen3-8B's layers, two GPUs
 
 Rank 0 draws with `rlkernel.exact(model, split=True).generate`. All ranks train `rlkernel.exact(model, group=...)`: q,
-k, v, gate and up are split by columns, o and down by rows, the head by vocabulary. A step of SGD on a clipped policy loss
-follows, and rank 0's copy gets the gathered weights. Weights are random, the options those of gpu_exact_rollout.py.
+k, v, gate and up are split by columns, o and down by rows, the head by vocabulary. A step of SGD on a clipped policy
+loss follows, and rank 0's copy gets the gathered weights. Weights are random, the options those of gpu_exact_rollout.py.
 
 Printed is JSON: log-probabilities whose bits differ between rollout and trainer, and seconds. The first update, which
 compiles and captures, stands apart. Beside it the same trainer on one rank, on the last sequences.

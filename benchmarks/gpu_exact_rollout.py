@@ -44,7 +44,7 @@ QWEN3_8B = {
 }  # fmt: skip
 EXPERTS = {"hidden_size": 2048, "num_key_value_heads": 4, "moe_intermediate_size": 768, "num_experts_per_tok": 8}
 TOY = {  # ranks can share it: gpu_exact_ranks.py
-    "vocab_size": 2048, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "vocab_size": 8192, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4,
     "head_dim": 32, "max_position_embeddings": 256, "tie_word_embeddings": False,
 }  # fmt: skip
 CLIP = 0.2  # of the ratio, on both sides

@@ -17,8 +17,7 @@ from tests.process_groups import in_ranks
 transformers = pytest.importorskip("transformers", exc_type=ImportError)
 
 SIZES = {
-    "vocab_size": 2048,  # above 1024 ids a head is summed in pieces that ranks share
-    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "vocab_size": 8192, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 64, "pad_token_id": 0,
     "tie_word_embeddings": False,
 }  # fmt: skip
@@ -88,7 +87,7 @@ def test_ranks_score_the_bits_that_one_rank_drew_after_every_update(trained) -> 
 
 
 def test_a_rank_holds_its_share_of_the_head(trained) -> None:
-    assert [trained[of]["shares"] for of in ((1, 0), (2, 0), (2, 1))] == [(2048, 64), (1024, 64), (1024, 64)]
+    assert [trained[of]["shares"] for of in ((1, 0), (2, 0), (2, 1))] == [(8192, 64), (4096, 64), (4096, 64)]
 
 
 def test_logits_of_all_ranks_have_the_bits_of_one_rank(trained) -> None:
@@ -118,6 +117,7 @@ class Ranks:
     ("made", "ranks", "said"),
     [
         ({}, 8, "4 heads of keys cannot be shared by 8 ranks"),
+        ({"vocab_size": 4096}, 2, "4096 ids"),
         ({"tie_word_embeddings": True}, 2, "tied to the embedding"),
         ({"kind": "Qwen3MoeConfig", "num_experts": 4, "moe_intermediate_size": 32}, 2, "has no exact form"),
     ],

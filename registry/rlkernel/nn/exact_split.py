@@ -23,11 +23,13 @@ from torch import Tensor
 import rlkernel as rlk
 from rlkernel.nn.exact import ExactLinear, ExactRMSNorm
 from rlkernel_core.errors import HostError
+from rlkernel_core.spec.linear_logprob import LEAST_PIECE, PIECES
 
 # What transformers calls it -> the split of `linear`; "" is a norm within a head.
 STYLES: Final[dict[str, Literal["row", "column", ""]]] = {
     "colwise": "column", "colwise_gather_output": "column", "rowwise": "row", "replicated_with_grad_allreduce": "",
 }  # fmt: skip
+LEAST: Final = PIECES * LEAST_PIECE  # ids of a head whose pieces are the same on any number of ranks
 GATHERED: Final = "colwise_gather_output"  # whose result every rank has whole
 
 
@@ -143,6 +145,11 @@ def _check_shares(model: Any, group: Any) -> None:
     if heads % R:
         raise HostError(
             f"{heads} heads of keys cannot be shared by {R} ranks: pass a smaller group. Nothing was changed"
+        )
+    if config.vocab_size % 8 or config.vocab_size < LEAST:
+        raise HostError(
+            f"a head of {config.vocab_size} ids has other bits on several ranks: linear_logprob needs a multiple of 8, "
+            f"{LEAST} at least. Nothing was changed"
         )
     if config.tie_word_embeddings:
         raise HostError(
