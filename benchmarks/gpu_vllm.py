@@ -67,6 +67,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--new", type=int, help="tokens of a request that is timed")
     parser.add_argument("--turns", type=int, default=3, help="times that each batch is run")
     parser.add_argument("--graphs", action="store_true", help="decode steps in CUDA graphs; else eager")
+    parser.add_argument("--invariant", action="store_true", help="vLLM's own batch-invariant kernels below the draw")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--engine", help=argparse.SUPPRESS)  # in the process of its own
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -188,7 +189,8 @@ def main(words: list[str] | None = None) -> None:
         return
     import vllm
 
-    os.environ.update({**ENVIRONMENT, **(INTERPRETED if given.toy else {})})
+    invariant = {"VLLM_BATCH_INVARIANT": "1"} if given.invariant else {}
+    os.environ.update({**ENVIRONMENT, **invariant, **(INTERPRETED if given.toy else {})})
     result: dict[str, Any] = {
         "arguments": {n: x for n, x in vars(given).items() if n not in {"output", "engine", "folder"}},
         "model": TOY if given.toy else QWEN3_06B,
