@@ -53,6 +53,13 @@ def test_large_offsets_and_confident_rows_keep_their_precision() -> None:
     assert float(truncated.log_kept_mass) == pytest.approx(-math.exp(-21) / (1 + math.exp(-20)), rel=1e-6)
 
 
+def test_a_row_of_a_batch_that_is_drawn_in_blocks_is_drawn_as_alone() -> None:
+    x = torch.randn(300, 1000, generator=torch.Generator().manual_seed(2))  # 131 rows a block on a CPU
+    token = sample(x, seed=torch.arange(300), step=7).token
+    for row in (0, 130, 131, 262, 299):
+        assert int(sample(x[row : row + 1], seed=row, step=7).token) == int(token[row])
+
+
 def test_raw_and_processed_agree_bitwise_where_nothing_is_processed() -> None:
     x = torch.randn(64, 1000, generator=torch.Generator().manual_seed(1)) * 4
     result = sample(x, seed=torch.arange(64), step=0, raw_logprob=True)

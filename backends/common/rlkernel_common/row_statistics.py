@@ -93,8 +93,11 @@ def tree_sum(x: Tensor) -> Tensor:
         return x.sum(-1)
     half = 1 << (width - 1).bit_length() >> 1  # largest power of two below the width; 0 for width 1
     while half:
-        halved = x[..., :half].clone()
-        halved[..., : width - half] += x[..., half:width]
+        if width == 2 * half:  # the same additions without a copy
+            halved = x[..., :half] + x[..., half:]
+        else:
+            halved = x[..., :half].clone()
+            halved[..., : width - half] += x[..., half:width]
         x, width, half = halved, half, half >> 1
     return x[..., 0]
 
@@ -138,10 +141,11 @@ def partial_softmax(y: Tensor, ids: Tensor, T: Tensor, width: int, kept: Tensor 
 def _sums(y: Tensor, T: Tensor, *, moment: bool) -> Sums:
     """[n, P, w] -> sums over w."""
     top = y.amax(-1)
-    d = (y - top[..., None]).div_(T[:, None, None])
-    absent = y == -torch.inf
-    e = torch.exp(d).masked_fill_(absent, 0.0)
-    return Sums(top, tree_sum(e), tree_sum(d.mul_(e).masked_fill_(absent, 0.0)) if moment else None)
+    d = (y - top.masked_fill(top == -torch.inf, 0.0)[..., None]).div_(T[:, None, None])  # -inf where y is, so e = 0
+    if not moment:
+        return Sums(top, tree_sum(d.exp_()), None)
+    e = torch.exp(d)
+    return Sums(top, tree_sum(e), tree_sum(d.mul_(e).masked_fill_(y == -torch.inf, 0.0)))
 
 
 def side_by_side(parts: Sequence[Part]) -> Part:
@@ -265,7 +269,7 @@ def gradient(y: Tensor, ids: Tensor, T: Tensor, row: SoftmaxStats, g: Upstream, 
     w = y.shape[1]
     absent = y == -torch.inf
     d = (y - row.top[:, None]).div_(T[:, None])
-    p = torch.exp(d - row.log_total[:, None]).masked_fill_(absent, 0.0)
+    p = (d - row.log_total[:, None]).exp_().masked_fill_(absent, 0.0)
     column = torch.arange(w, device=y.device)
     chosen = column == ids[:, None]
     q = p
@@ -280,7 +284,7 @@ def gradient(y: Tensor, ids: Tensor, T: Tensor, row: SoftmaxStats, g: Upstream, 
     if g.log_kept_mass is not None:
         dz += g.log_kept_mass[:, None] * (q - p)
     if g.logprob is not None:
-        dz += g.logprob[:, None] * torch.where(chosen, -torch.expm1(row.logprob)[:, None], -q)
+        dz += torch.where(chosen, torch.expm1(row.logprob)[:, None], q).mul_(-g.logprob[:, None])
     return dz.div_(T[:, None])
 
 
