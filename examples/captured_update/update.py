@@ -1,8 +1,8 @@
-"""A whole policy update in one graph: advantages, forward pass, loss and backward pass, at fixed shapes.
+"""A whole policy update in one graph: advantages, forward pass, loss, backward pass and AdamW, at fixed shapes.
 
     python examples/captured_update/update.py [--device cuda] [--updates 20]
 
-Gradients go into tensors that are made once, so that any optimizer can take them from there.
+Gradients go into tensors that are made once, from which an optimizer takes them, in the graph or behind it.
 """
 
 from __future__ import annotations
@@ -98,15 +98,52 @@ def captured(policy: Policy, sizes: Sizes, device: str) -> rlk.GraphedCallable:
     return rlk.capture(update, (draw(sizes, device, 0),), static=(policy,), mutates=(gradients,), verify="first")
 
 
+def state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Step counts and moments of all parameters."""
+    return [x for state in optimizer.state.values() for x in state.values()]
+
+
+def optimizer_of(policy: Policy, device: str) -> torch.optim.AdamW:
+    """AdamW whose state is there from the beginning, as if no step had been made: a graph needs its addresses."""
+    parameters = list(policy.parameters())
+    before = [p.detach().clone() for p in parameters]
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    # Fused: no step count is read on the host, on a CPU either.
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True, capturable=torch.device(device).type != "cpu")
+    optimizer.step()
+    with torch.no_grad():
+        torch._foreach_copy_(parameters, before)
+        torch._foreach_zero_(state_of(optimizer))
+    return optimizer
+
+
+def whole_step(policy: Policy, sizes: Sizes, device: str) -> rlk.GraphedCallable:
+    """Update and optimizer in one graph, which writes gradients, weights and the optimizer's state in place."""
+    optimizer, update = optimizer_of(policy, device), update_of(policy, sizes)
+
+    def step(batch: Batch) -> dict[str, Tensor]:
+        found = update(batch)
+        optimizer.step()
+        return found
+
+    written = (policy, [p.grad for p in policy.parameters()], state_of(optimizer))
+    return rlk.capture(step, (draw(sizes, device, 0),), static=(policy,), mutates=written, verify="first")
+
+
 def train(
-    policy: Policy, update: Callable[[Batch], dict[str, Tensor]], sizes: Sizes, device: str, updates: int
+    update: Callable[[Batch], dict[str, Tensor]],
+    optimizer: torch.optim.Optimizer | None,
+    sizes: Sizes,
+    device: str,
+    updates: int,
 ) -> list[float]:
-    """Losses of some updates; the optimizer stays outside of the graph."""
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-3)
+    """Losses of some updates; `optimizer` is None where it is a part of the update."""
     losses = []
     for i in range(updates):
         losses.append(update(draw(sizes, device, i))["loss"])
-        optimizer.step()
+        if optimizer is not None:
+            optimizer.step()
     return [float(loss) for loss in losses]
 
 
@@ -122,24 +159,28 @@ def milliseconds(update: Callable[[Batch], dict[str, Tensor]], batch: Batch, dev
 
 
 def main() -> None:
-    """Train twice from the same weights, with and without a graph."""
+    """Train three times from the same weights: without a graph, with one, and with the optimizer in it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--updates", type=int, default=20)
     asked = parser.parse_args()
-    sizes = Sizes()
+    sizes, device = Sizes(), asked.device
     torch.manual_seed(0)
-    plain = Policy(sizes).to(asked.device)
-    graphed = copy.deepcopy(plain)
-    step, replay = update_of(plain, sizes), captured(graphed, sizes, asked.device)
-    a = train(plain, step, sizes, asked.device, asked.updates)
-    b = train(graphed, replay, sizes, asked.device, asked.updates)
-    same = all(torch.equal(p, q) for p, q in zip(plain.parameters(), graphed.parameters(), strict=True))
-    batch = draw(sizes, asked.device, 0)
-    print(f"loss {a[0]:.4f} -> {a[-1]:.4f} plain, {b[0]:.4f} -> {b[-1]:.4f} captured; weights equal: {same}")
-    print(f"{milliseconds(step, batch, asked.device):.2f} ms plain, {milliseconds(replay, batch, asked.device):.2f} ms "
-          f"captured; {replay.stats.replays} replays of {replay.stats.captures} graph, served by "
-          f"{rlk.last_decision('capture').backend}")  # fmt: skip
+    plain = Policy(sizes).to(device)
+    graphed, whole = copy.deepcopy(plain), copy.deepcopy(plain)
+    behind = [optimizer_of(policy, device) for policy in (plain, graphed)]
+    step, replay, in_one = update_of(plain, sizes), captured(graphed, sizes, device), whole_step(whole, sizes, device)
+    a = train(step, behind[0], sizes, device, asked.updates)
+    b = train(replay, behind[1], sizes, device, asked.updates)
+    c = train(in_one, None, sizes, device, asked.updates)
+    weights = [torch.cat([p.detach().flatten() for p in policy.parameters()]) for policy in (plain, graphed, whole)]
+    same = all(torch.equal(weights[0], other) for other in weights[1:])
+    batch = draw(sizes, device, 0)
+    print(f"loss {a[0]:.4f} -> {a[-1]:.4f} plain, {b[-1]:.4f} captured, {c[-1]:.4f} with the optimizer in the graph; "
+          f"weights equal: {same}")  # fmt: skip
+    print(f"{milliseconds(step, batch, device):.2f} ms plain, {milliseconds(replay, batch, device):.2f} ms captured, "
+          f"{milliseconds(in_one, batch, device):.2f} ms with AdamW; {replay.stats.replays} replays of "
+          f"{replay.stats.captures} graph, served by {rlk.last_decision('capture').backend}")  # fmt: skip
     if not same:
         raise SystemExit("The captured update is not the plain one.")
 
