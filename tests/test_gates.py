@@ -125,6 +125,14 @@ def test_no_gate_has_a_gradient_and_16_bits_are_computed_in_fp32() -> None:
     assert float(found.gate[0]) == pytest.approx(1 / (1 + math.exp(-1)), rel=1e-6)
 
 
+def test_gates_read_no_value_on_the_host() -> None:
+    given = batch()
+    gates = rlk.capture(lambda **x: (rlk.delight_gate(**x).gate, rlk.kondo_gate(**x, keep=0.3).gate), given)
+    found = gates(**given)
+    assert torch.equal(found[0], rlk.delight_gate(**given).gate)
+    assert torch.equal(found[1], rlk.kondo_gate(**given, keep=0.3).gate)
+
+
 @pytest.mark.parametrize("tokens", [0, 3])
 def test_a_batch_without_tokens_that_count_keeps_none(tokens) -> None:
     mask = torch.zeros(tokens, dtype=torch.bool)

@@ -72,6 +72,12 @@ def test_sequence_log_probabilities_give_the_ratio_of_gspo() -> None:
     assert float(loss) == pytest.approx(-float(ratio.mean()), rel=1e-12)
 
 
+def test_it_reads_no_value_on_the_host() -> None:
+    values, mask, starts = packed()
+    sums = rlk.capture(lambda x, m, c: rlk.sequence_sums(x, cu_seqlens=c, mask=m, mean=True), (values, mask, starts))
+    assert torch.equal(sums(values, mask, starts), rlk.sequence_sums(values, cu_seqlens=starts, mask=mask, mean=True))
+
+
 @pytest.mark.parametrize("shape", [(0,), (4,), (0, 5), (2, 0)])
 def test_a_batch_without_sequences_or_tokens_has_a_connected_gradient(shape) -> None:
     values = torch.ones(shape, requires_grad=True)
