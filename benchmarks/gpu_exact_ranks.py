@@ -5,7 +5,8 @@
 
 Rank 0 draws with `rlkernel.exact(model, split=True).generate`. All ranks train `rlkernel.exact(model, group=...)`: q,
 k, v, gate and up are split by columns, o and down by rows, the head by vocabulary. A step of SGD on a clipped policy
-loss follows, and rank 0's copy gets the gathered weights. Weights are random, the options those of gpu_exact_rollout.py.
+loss follows, and rank 0's copy gets the gathered weights. Weights are random; options are those of gpu_exact_rollout.py
+too.
 
 Printed is JSON: log-probabilities whose bits differ between rollout and trainer, and seconds. The first update, which
 compiles and captures, stands apart. Beside it the same trainer on one rank, on the last sequences.

@@ -140,6 +140,9 @@ class Exact:
 
         For a rollout's copy of the model, or a checkpoint: what is shared is gathered as it is asked for, so every rank
         goes through all of it, and holds one whole weight at a time.
+
+        Returns:
+            Name and value, of the shape that the parameter has in the whole model, say [V, D] of a head; no gradient.
         """
         for name, parameter in self.model.named_parameters():
             path, _, last = name.rpartition(".")
