@@ -40,21 +40,21 @@ def prepare(call: DequantizeCall) -> Callable[[DequantizeCall], Tensor]:
 def dequantized(
     w: QuantTensor, dtype: torch.dtype, rows: tuple[int, int] | None = None, out: Tensor | None = None
 ) -> Tensor:  # -> [rows, K]
-    """The weight, or a range of its rows that starts at a multiple of 16."""
+    """The weight, or a range of its rows that starts at a multiple of 16, anywhere in the canonical layout."""
     return dequantizer(w, dtype, rows, plain_launcher_for(w.device))(w, out)
 
 
 def dequantizer(
     w: QuantTensor, dtype: torch.dtype, rows: tuple[int, int] | None = None, launcher: Launcher | None = None
 ) -> Callable[..., Tensor]:
-    """What dequantizes weights like this one, or a range of their rows that starts at a multiple of 16; bound once.
+    """What dequantizes weights like this one, or a range of their rows; bound once.
 
     It takes a weight, and a tensor for the result where there is one.
 
     Args:
         w: the weight; none of its values is read.
         dtype: of the result.
-        rows: first row and one past the last; None for all.
+        rows: first row, in a layout of tiles a multiple of 16, and one past the last; None for all.
         launcher: what binds the kernel; None for that of the weight's device.
     """
     launcher = launcher_for(w.device) if launcher is None else launcher
@@ -63,9 +63,6 @@ def dequantizer(
         bind = _bind_e2m1_tiles if w.layout == formats.E2M1 else _bind_blocks
     first, last = rows or (0, w.shape[0])
     shape, device = (last - first, w.shape[1]), w.device
-    if _is_ragged(w) and shape != w.shape:  # blocks of nf4 go on from row to row
-        whole = dequantizer(w, dtype, None, launcher)
-        return lambda w, out=None: whole(w)[first:last] if out is None else out.copy_(whole(w)[first:last])
     launch = bind(launcher, formats.as_nf4(w), first, last)
 
     def run(w: QuantTensor, out: Tensor | None = None) -> Tensor:
@@ -79,18 +76,21 @@ def dequantizer(
 _Bound = Callable[[QuantTensor, Tensor], None]
 
 
-def _is_ragged(w: QuantTensor) -> bool:
+def is_flat(w: QuantTensor) -> bool:
+    """Blocks of the weight go on from row to row, so that rows begin anywhere in them."""
     return w.spec.element in {"nf4", "fp4"} and bool(w.shape[1] % w.spec.group)
 
 
 def _bind_groups(launcher: Launcher, w: QuantTensor, first: int, last: int) -> _Bound:
-    """Scales of groups, rows or all."""
-    N, K = (1, w.shape[0] * w.shape[1]) if _is_ragged(w) else (last, w.shape[1])
+    """Scales of groups, rows or all. Of a flat weight, whose blocks go on from row to row, some of its numbers."""
+    flat, start, N, K = is_flat(w), None, last, w.shape[1]
+    if flat:
+        first, N, start, K = 0, 1, first * K, last * K
     R, C = (16, 256) if w.layout == formats.W4 else (1, 2048) if N == 1 else (8, 512)
-    grid = (triton.cdiv(N - first, R) * triton.cdiv(K, C), 1, 1)
+    grid = (triton.cdiv(N - first, R) * triton.cdiv(K - (start or 0) // C * C, C), 1, 1)
     launch = launcher.bind(
         dequantize_kernel, options=formats.EXACT, first=first, row_bytes=(K + 1) // 2, **formats.scale_grid(w),
-        N=N, K=K, R=R, C=C, TILED=w.layout == formats.W4, SYMMETRIC=w.spec.symmetric, NESTED=w.spec.double_quant,
+        N=N, K=K, start=start, FLAT=flat, R=R, C=C, TILED=w.layout == formats.W4, SYMMETRIC=w.spec.symmetric, NESTED=w.spec.double_quant,
         INTERPRETED=INTERPRETED, **formats.Element.of(w.spec).constants,
     )  # fmt: skip
     names = formats.part_names(w)[1:]

@@ -50,29 +50,16 @@ def load_nested_scales(codes, block, inside, nested_table, nested_absmax, nested
 
 
 @triton.jit
-def dequantize_kernel(
-    codes,  # [N, K], two a byte [N, row_bytes], or words of `triton_w4` if TILED
-    row_bytes,
-    scale,  # strides scale_row and scale_group; shared by GROUP columns and SCALE_ROWS rows, all where 0
-    zero,  # as `scale`, unless SYMMETRIC
-    scale_row, scale_group,
-    table,  # [16] fp32, with NF4
-    nested_table,  # [256] fp32, with NESTED
-    nested_absmax,  # [blocks / 256] fp32, with NESTED
-    nested_offset,  # [1] fp32, with NESTED
-    out,  # [N - first, K] out
-    first, N, K,
-    GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ELEMENT: tl.constexpr,
-    TILED: tl.constexpr, SYMMETRIC: tl.constexpr, NESTED: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
-    FNUZ: tl.constexpr, INTERPRETED: tl.constexpr,
+def load_group_values(
+    codes, row_bytes, scale, zero, scale_row, scale_group, table, nested_table, nested_absmax, nested_offset, row,
+    column, N, K, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ELEMENT: tl.constexpr, TILED: tl.constexpr,
+    SYMMETRIC: tl.constexpr, NESTED: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the weight's rows from `first` on, a multiple of R.
+    """[R, C] fp32: values of rows from `row` on, columns from `column` on, a multiple of C; parts as `dequantize_kernel`.
 
     GROUP columns and SCALE_ROWS rows share a scale, all where 0; GROUP divides C, or C it.
     """
-    column_tiles = tl.cdiv(K, C)
-    row = first + tl.program_id(0) // column_tiles * R
-    column = tl.program_id(0) % column_tiles * C
     n = row + tl.arange(0, R)
     k = column + tl.arange(0, C)
     if ELEMENT == INT8 or ELEMENT == FLOAT8:
@@ -108,13 +95,46 @@ def dequantize_kernel(
     value = tl.reshape(value, (R, G, SPAN))
     if not SYMMETRIC:
         value -= tl.load(zero + at, mask=inside, other=0).to(tl.float32)[:, :, None]
-    value = tl.reshape(value * s[:, :, None], (R, C))
+    return tl.reshape(value * s[:, :, None], (R, C))
+
+
+@triton.jit
+def dequantize_kernel(
+    codes,  # [N, K], two a byte [N, row_bytes], or words of `triton_w4` if TILED
+    row_bytes,
+    scale,  # strides scale_row and scale_group; shared by GROUP columns and SCALE_ROWS rows, all where 0
+    zero,  # as `scale`, unless SYMMETRIC
+    scale_row, scale_group,
+    table,  # [16] fp32, with NF4
+    nested_table,  # [256] fp32, with NESTED
+    nested_absmax,  # [blocks / 256] fp32, with NESTED
+    nested_offset,  # [1] fp32, with NESTED
+    out,  # [N - first, K] out; of a flat weight K - start numbers
+    first, N, K,
+    start,  # of a flat weight (FLAT, N = 1) the first number that is wanted
+    GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ELEMENT: tl.constexpr,
+    TILED: tl.constexpr, SYMMETRIC: tl.constexpr, NESTED: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    FNUZ: tl.constexpr, INTERPRETED: tl.constexpr, FLAT: tl.constexpr,
+):  # fmt: skip
+    """A tile of the weight's rows from `first` on, a multiple of R where TILED."""
+    left = 0
+    if FLAT:
+        left = start // C * C
+    column_tiles = tl.cdiv(K - left, C)
+    row = first + tl.program_id(0) // column_tiles * R
+    column = left + tl.program_id(0) % column_tiles * C
+    value = load_group_values(
+        codes, row_bytes, scale, zero, scale_row, scale_group, table, nested_table, nested_absmax, nested_offset, row,
+        column, N, K, GROUP, SCALE_ROWS, ELEMENT, TILED, SYMMETRIC, NESTED, MANTISSA, BIAS, FNUZ, R, C, INTERPRETED,
+    )  # fmt: skip
+    n = row + tl.arange(0, R)
+    k = column + tl.arange(0, C)
     there = (n < N)[:, None] & (k < K)[None, :]
-    tl.store(
-        out + (n - first).to(tl.int64)[:, None] * K + k[None, :],
-        round_to(value, out.dtype.element_ty, INTERPRETED),
-        mask=there,
-    )
+    at = (n - first).to(tl.int64)[:, None] * K + k[None, :]
+    if FLAT:
+        there = there & (k >= start)[None, :]
+        at = at - start
+    tl.store(out + at, round_to(value, out.dtype.element_ty, INTERPRETED), mask=there)
 
 
 @triton.jit

@@ -77,6 +77,12 @@ def test_tiles_lose_nothing_and_are_quantized_again_in_place(device, spec) -> No
     assert same_parts(rlk.prepack(tiles, layout="canonical"), reference.quantize(second, spec))
 
 
+def test_rows_whose_blocks_begin_in_the_row_before_have_the_bits_of_the_whole(device) -> None:
+    w = rlk.quantize(weight(300, 33, device), named("nf4", double_quant=True))
+    for first, last in ((0, 16), (7, 300), (299, 300)):
+        assert same(dequantized(w, torch.float32, (first, last)), rlk.dequantize(w, dtype=torch.float32)[first:last])
+
+
 def test_a_weight_that_no_tile_fits_stays_canonical_and_is_refused_by_name(device) -> None:
     w = rlk.quantize(torch.randn(70, 256, device=device), "int4_g128")
     assert rlk.prepack(w) is w
