@@ -35,7 +35,7 @@ class Claim:
 
 _GROUPS: Final = ("g128", "g64", "g32", "channel")
 # Formats of weights and their options; others may be added to the core that no kernel here reads.
-_FORMATS: Final = frozenset({
+FORMATS: Final = frozenset({
     *(f"format:int4_{group}{kind}" for group in _GROUPS for kind in ("", "_asym")),
     *(f"format:{name}{size}" for name in ("nf4", "fp4") for size in ("", "_g128")),
     *("format:q4l", "format:hqq4", "format:hqq4_g32", "format:hqq4_g128"),
@@ -47,7 +47,7 @@ _FORMATS: Final = frozenset({
     *("scale_dtype:bfloat16", "scale_dtype:float16", "scale_dtype:float32"),
 })  # fmt: skip
 _RULES: Final = ("absmax/7", "absmax/max_pow2", "rceil", "even")
-_QUANTIZED_TO: Final = _FORMATS | {*(f"scale_rule:{rule}" for rule in _RULES), "rounding:away", "out"}
+_QUANTIZED_TO: Final = FORMATS | {*(f"scale_rule:{rule}" for rule in _RULES), "rounding:away", "out"}
 _ALWAYS: Final = frozenset({"deterministic", "capturable"})
 _EPILOGUE: Final = frozenset({
     *("grad", "bias", "lora", "residual", "grouped", "weight_rounding:none", "weight_rounding:dtype"),
@@ -64,7 +64,7 @@ CLAIMS: Final[Mapping[str, Claim]] = {
     ),
     "linear_logprob": Claim(
         "rlkernel_triton.linear_logprob.launch:prepare",
-        without=frozenset({"quantized"}),
+        check="rlkernel_triton.linear_logprob.launch:fits",
         workspace="rlkernel_triton.linear_logprob.launch:workspace",
         prepared=True,
         gradient="rlkernel_triton.linear_logprob.launch:LinearLogprobPair",
@@ -85,7 +85,7 @@ CLAIMS: Final[Mapping[str, Claim]] = {
     "sample": Claim("rlkernel_triton.sample.launch:prepare", prepared=True, sums="g64/s8/tree/f32"),
     "lm_head_sample": Claim(
         "rlkernel_triton.lm_head_sample.launch:prepare",
-        without=frozenset({"quantized"}),
+        check="rlkernel_triton.lm_head_sample.launch:fits",
         prepared=True,
         sums="mma16/g64/s8/tree/f32",
     ),
@@ -126,11 +126,11 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         prepared=True,
         gradient="rlkernel_triton.quant.fake_quantize:FakeQuantizePair",
     ),
-    "dequantize": Claim("rlkernel_triton.quant.dequantize:prepare", (), only=_FORMATS | _ALWAYS, prepared=True),
-    "prepack": Claim("rlkernel_triton.quant.layouts:prepack", (), only=_FORMATS | _ALWAYS),
+    "dequantize": Claim("rlkernel_triton.quant.dequantize:prepare", (), only=FORMATS | _ALWAYS, prepared=True),
+    "prepack": Claim("rlkernel_triton.quant.layouts:prepack", (), only=FORMATS | _ALWAYS),
     "qmatmul": Claim(
         "rlkernel_triton.quant.qmatmul:prepare",
-        only=_FORMATS | _EPILOGUE | _ALWAYS,
+        only=FORMATS | _EPILOGUE | _ALWAYS,
         prepared=True,
         gradient="rlkernel_triton.quant.qmatmul:QmatmulPair",
     ),

@@ -278,6 +278,20 @@ def _heads(name: str, dtype: torch.dtype) -> dict[str, Workload]:
     }
 
 
+def _weight(format: str, N: int = 4096, K: int = 4096, *, tiles: bool = False, **options: Any) -> QuantTensor:  # noqa: A002
+    """A quantized weight, canonical or as products read it fastest."""
+    spec, shape = QuantSpec.named(format, **options), (N, K)
+    rooms = codec_of(spec).storage(spec, shape)
+    w = QuantTensor(spec, shape, BF16, {name: _real(*size, dtype=kind) for name, (size, kind) in rooms.items()})
+    with using(Recorder()):
+        return layouts.packed(w, layouts.preferred(w)) if tiles else w
+
+
+def _quantized(dtype: torch.dtype, format: str, B: int = 260, **more: Any) -> dict[str, Any]:  # noqa: A002
+    """Hidden states that are trained and a quantized head."""
+    return {**_head(B, dtype=dtype), "weight": _weight(format, _V, _D), **more}
+
+
 _LINEAR: Final = {
     **_heads("bf16", BF16),
     **_heads("fp32", FP32),
@@ -292,6 +306,12 @@ _LINEAR: Final = {
         f"bf16, LoRA in {name}": Workload(_head(260, lora=_lora(_V, dtype, grad=True)), ("logprob", "entropy"))
         for name, dtype in (("bf16", BF16), ("fp32", FP32))
     },
+    "bf16, int4_g32 head": Workload(_quantized(BF16, "int4_g32", backward="recompute"), ("logprob", "entropy")),
+    "fp16, nf4 head, bias": Workload(
+        _quantized(torch.float16, "nf4", bias=_real(_V, dtype=torch.float16, grad=True)), ("logprob",)
+    ),
+    "fp32, fp8_channel head, saving": Workload(_quantized(FP32, "fp8_channel", backward="save"), ("logprob",)),
+    "bf16, int4_g32 head, blocks of rows": Workload(_quantized(BF16, "int4_g32", 20000), ("logprob",)),
     "fp32, LoRA, 5 ids a row, mask": Workload(
         _head(260, dtype=FP32, ids=_whole(260, 5), mask=_flags(260), lora=_lora(_V, FP32, grad=True)), ("logprob",)
     ),
@@ -364,6 +384,22 @@ _HEAD_SAMPLE: Final = {
     "bf16, top-p, cap": _drawn(_MANY_ROWS, top_p=_real(_MANY_ROWS), softcap=30.0),
     "bf16, LoRA, few rows": _drawn(_FEW, lora=_lora(_DRAWN, BF16)),
     "bf16, LoRA in fp32, many rows": _drawn(_MANY_ROWS, lora=_lora(_DRAWN, FP32)),
+    **{
+        f"bf16, {name} head": _drawn(_FEW, weight=_weight(name, _DRAWN, _D))
+        for name in ("int4_g128", "int4_g32_asym", "nf4", "fp8_channel", "mxfp8", "gguf_q6_k")
+    },
+    **{
+        f"bf16, {name} head in tiles": _drawn(_FEW, weight=_weight(name, _DRAWN, _D, tiles=True))
+        for name in ("int4_g128", "mxfp4", "nvfp4")
+    },
+    "fp16, int4_g128 head, LoRA, cap, top-p": _drawn(
+        _MANY_ROWS, torch.float16, weight=_weight("int4_g128", _DRAWN, _D), lora=_lora(_DRAWN, BF16), softcap=30.0,
+        top_p=_real(_MANY_ROWS),
+    ),
+    "bf16, nf4 head, double_quant, blocks across rows": _drawn(
+        _FEW, hidden=_real(_FEW, 4112, dtype=BF16), weight=_weight("nf4", _DRAWN, 4112, double_quant=True)
+    ),
+    "fp32, int4_g128 head": _drawn(_FEW, FP32, weight=_weight("int4_g128", _DRAWN, _D)),
 }  # fmt: skip
 
 
@@ -385,15 +421,6 @@ _VERIFY: Final = {
 }
 
 _TALL: Final = 28672  # rows of a weight that fill a large GPU with tiles of 128
-
-
-def _weight(format: str, N: int = 4096, K: int = 4096, *, tiles: bool = False, **options: Any) -> QuantTensor:  # noqa: A002
-    """A quantized weight, canonical or as products read it fastest."""
-    spec, shape = QuantSpec.named(format, **options), (N, K)
-    rooms = codec_of(spec).storage(spec, shape)
-    w = QuantTensor(spec, shape, BF16, {name: _real(*size, dtype=kind) for name, (size, kind) in rooms.items()})
-    with using(Recorder()):
-        return layouts.packed(w, layouts.preferred(w)) if tiles else w
 
 
 _BLOCKS: Final = ("mxfp4", "mxfp8", "nvfp4", "gguf_q4_k", "gguf_q5_k", "gguf_q6_k")
@@ -422,6 +449,7 @@ _DEQUANTIZE: Final = {
     **{name: Workload({"w": _weight(name)}) for name in ("int4_g128", "fp8_channel", *_BLOCKS)},
     **{f"{name}, tiles": Workload({"w": _weight(name, tiles=True)}) for name in ("int4_g128", "mxfp4", "nvfp4")},
     "nf4, double_quant, tiles": Workload({"w": _weight("nf4", tiles=True, double_quant=True)}),
+    "nf4, blocks across rows": Workload({"w": _weight("nf4", K=4112)}),
 }
 _PREPACK: Final = {name: Workload({"w": _weight(name)}) for name in ("int4_g128", "nf4", "mxfp4")}
 

@@ -36,6 +36,7 @@ class Tile(NamedTuple):
 #   "stats"     softmax statistics            "stats+"   statistics under a cap or a support
 #   "dlogits"   the gradient of logits        "saved"    the same of kept logits, without a product
 #   "product"   nothing                       "small_m"  the same for few rows, which wait for the head alone
+#   "decoded"   nothing but rows of a quantized head in fp32, beside operands of 16 bits
 #   "fp32"      fp32 operands, which no matrix unit takes unrounded
 #   "tma product", "tma small_m"  operands that Hopper's copy engine brings
 #   "chunks"    sums of finished chunks          "chunks small_m"   the same for few rows, or few tiles

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkernel_common.row_views import free_rows, take
+from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_triton.common.host import INTERPRETED
 from rlkernel_triton.common.language import triton
@@ -25,9 +26,10 @@ from rlkernel_triton.common.softmax import PLANES
 from rlkernel_triton.common.softmax_rows import RowShape
 from rlkernel_triton.launchers import Launch, Launcher
 from rlkernel_triton.linear_logprob import kernels
+from rlkernel_triton.linear_logprob.head_rows import HeadRows, head_like
 from rlkernel_triton.linear_logprob.low_rank import LowRankBackward, LowRankGradients, strides
 from rlkernel_triton.linear_logprob.operands import HeadStats, Operands, SavedRows
-from rlkernel_triton.linear_logprob.workspace import Plan
+from rlkernel_triton.linear_logprob.workspace import Plan, decoded_rows
 
 
 def _cdiv(a: int, b: int) -> int:
@@ -40,13 +42,25 @@ def tiles_of(V: int, piece: int, BN: int) -> int:
     return V // piece * _cdiv(piece, BN) + _cdiv(V % piece, BN)
 
 
+def panels_of(V: int, piece: int, most: int) -> list[tuple[int, int]]:
+    """(first, width) of columns in groups of `most` at most, none of which is in two pieces."""
+    pieces = ((first, min(first + piece, V)) for first in range(0, V, piece))
+    return [(v, min(most, end - v)) for first, end in pieces for v in range(first, end, most)]
+
+
 def stats_kind(softcap: float | None, support: bool) -> str:
     """Which tile the statistics of a call want."""
     return "stats" if softcap is None and not support else "stats+"
 
 
-def saved_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+def head_tile(hidden: Tensor, weight: Tensor | QuantTensor, kind: str) -> Tile:
+    """The tile of a kind of kernel that reads the head."""
+    return tile_of(hidden, head_like(hidden, weight), kind if isinstance(weight, Tensor) else "decoded")
+
+
+def saved_dtype(hidden: Tensor, weight: Tensor | QuantTensor) -> torch.dtype:
     """The dtype of saved logits."""
+    weight = head_like(hidden, weight)
     if torch.float32 in (hidden.dtype, weight.dtype) or hidden.dtype != weight.dtype:
         return torch.float32
     # fp16: what is saved lies below 0 and mostly above -60, and 10 bits serve it better than a range
@@ -58,8 +72,8 @@ class Head:
 
     Args:
         launcher: what binds the kernels.
-        hidden: [..., D]; of it and of the weight, [V, D], no value is read, and neither is kept.
-        weight: the output head.
+        hidden: [..., D]; of it and of the head, [V, D], no value is read, and neither is kept.
+        head: the output head, stored or quantized.
         rows: what the call says of its rows; masked ones are worked on in an order.
         bias: there is one.
         lora: the low-rank addition, of which no value is read.
@@ -70,14 +84,15 @@ class Head:
     """
 
     def __init__(
-        self, launcher: Launcher, hidden: Tensor, weight: Tensor, rows: RowShape, *, bias: bool,
+        self, launcher: Launcher, hidden: Tensor, head: Tensor | QuantTensor, rows: RowShape, *, bias: bool,
         lora: LoRA | None, scale: float, moment: bool, plan: Plan, pieces: tuple[int, int],
     ) -> None:  # fmt: skip
-        self._launcher, self.plan, self.N, (self.V, self.D) = launcher, plan, rows.N, weight.shape
+        self._launcher, self.plan, self.N, (self.V, self.D) = launcher, plan, rows.N, head.shape
         self.device, self._masked, support = hidden.device, rows.masked, rows.kept_row_bytes is not None
-        self.tile = tile_of(hidden, weight, stats_kind(rows.softcap, support))
-        self._dlogits_tile = tile_of(hidden, weight, "saved" if plan.save else "dlogits")
-        self._product_tile = tile_of(hidden, weight, "product")
+        weight, decoded = head_like(hidden, head), not isinstance(head, Tensor)
+        self.tile = head_tile(hidden, head, stats_kind(rows.softcap, support))
+        self._dlogits_tile = tile_of(hidden, weight, "saved") if plan.save else head_tile(hidden, head, "dlogits")
+        self._product_tile = head_tile(hidden, head, "product")
         self._options = options_of(hidden)
         one = hidden.dtype if hidden.dtype == weight.dtype else torch.float32
         self.work = torch.float32 if one == torch.float32 else torch.bfloat16  # of gradients of logits: a wide range
@@ -88,6 +103,10 @@ class Head:
         self.blocks = [(r, min(plan.block, rows.N - r)) for r in range(0, rows.N, plan.block)]
         self._alone = len(self.blocks) == 1
         self._columns = [(v, min(plan.columns, self.V - v)) for v in range(0, self.V, plan.columns)]
+        # Columns whose rows of a quantized head are decoded at a time: whole tiles of one piece.
+        most = decoded_rows(plan.columns, self.tile.BN)
+        self.head_rows = HeadRows(launcher, head, most)
+        self._panels = panels_of(self.V, pieces[1], most // self.tile.BN * self.tile.BN) if decoded else []
         # Where rows are read in the place where they lie: their stride. Else they are copied together.
         like = free_rows(torch.empty_strided(hidden.shape, hidden.stride(), device="meta"))
         self._in_place = not rows.masked and like.dim() == 2 and like.stride(1) == 1
@@ -99,10 +118,11 @@ class Head:
             **cut, **rows.fixed, "D": self.D, "V": self.V, "x_stride": x_stride, "head_stride": weight.stride(0),
             "head_step": weight.stride(1), "kept_stride": rows.kept_row_bytes or 0, "scale": scale,
             "softcap": rows.softcap or 0.0, "piece": pieces[1], "HAS_BIAS": bias, "HAS_INDEX": rows.masked,
-            "HAS_CAP": rows.softcap is not None, "OPERAND": self._operand, **strides(lora),
+            "HAS_CAP": rows.softcap is not None, "OPERAND": self._operand, "PART": decoded, **strides(lora),
         }  # fmt: skip
+        whole: dict[str, Any] = {} if decoded else {"start": None, "width": None}
         self._partial = self._bind(
-            kernels.head_partial_softmax, self.tile, **self._fixed, MOMENT=moment, SAVE=plan.save
+            kernels.head_partial_softmax, self.tile, **self._fixed, **whole, MOMENT=moment, SAVE=plan.save
         )
         self.pieces, piece = pieces
         per = _cdiv(piece, self.tile.BN)
@@ -152,14 +172,18 @@ class Head:
             tile_max = torch.empty(self.N, self._P, dtype=torch.float32, device=self.device)
         ids, at = of.rows.ids, of.at()
         bias = ids if of.bias is None else of.bias
+        room = self.head_rows.room(of.weight)
         for first, n in self.blocks:
-            cut = () if self._alone else (first, n)
-            self._partial(
-                (_cdiv(n, self.tile.BM) * self._P, 1, 1), self.rows(of, first, n), of.weight, bias,
-                *of.low_rank(first, n), ids, *at,
-                *of.rows.temperatures, of.rows.bits_or_any, parts, parts if saved is None else saved[first:],
-                parts if tile_max is None else tile_max[first:], *cut,
+            cut, x, blocks = () if self._alone else (first, n), self.rows(of, first, n), _cdiv(n, self.tile.BM)
+            rest_of_it = (
+                bias, *of.low_rank(first, n), ids, *at, *of.rows.temperatures, of.rows.bits_or_any, parts,
+                parts if saved is None else saved[first:], parts if tile_max is None else tile_max[first:], *cut,
             )  # fmt: skip
+            if isinstance(of.weight, Tensor):
+                self._partial((blocks * self._P, 1, 1), x, of.weight, *rest_of_it)
+            for start, width in self._panels:
+                grid = (blocks * _cdiv(width, self.tile.BN), 1, 1)
+                self._partial(grid, x, self.head_rows(of.weight, room, start, width), *rest_of_it, start, width)
             self._merge((_cdiv(n, self._some), self.pieces, 1), parts, *at, merged, *cut)
         return HeadStats(merged, saved, tile_max, spare)
 
@@ -191,10 +215,10 @@ class Head:
                     acc = torch.zeros(n, self.D, dtype=torch.float32, device=self.device)
                 x = self.rows(of, first, n)
                 for start, width in self._columns:
-                    dz, launch = dlogits(x, first, n, start, width), self._product("rows", add=True)
+                    rows = dlogits.rows(start, width)
+                    dz, launch = dlogits(x, rows, first, n, start, width), self._product("rows", add=True)
                     if acc is not None:
-                        weight = of.weight[start:] if start else of.weight
-                        launch(self._product_grid(n), dz, weight, of.at()[1], acc, first, n, width, width)
+                        launch(self._product_grid(n), dz, rows, of.at()[1], acc, first, n, width, width)
                     if low is not None:
                         low.take(dz, first, n, start, width)
                 if low is not None:
@@ -203,8 +227,9 @@ class Head:
                     self._put(of, acc, first, d_hidden, group)
         if d_weight is not None or d_bias is not None or (low is not None and low.of_columns):
             for start, width in self._columns:
+                rows = dlogits.rows(start, width)
                 each = ((first, n, self.rows(of, first, n)) for first, n in self.blocks)
-                some = ((first, n, x, dlogits(x, first, n, start, width)) for first, n, x in each)
+                some = ((first, n, x, dlogits(x, rows, first, n, start, width)) for first, n, x in each)
                 self._to_weight(of, some, start, width, d_weight, d_bias, low)
         return d_hidden, d_weight, d_bias, *(of_low_rank if low is None else low.finish(group))
 
@@ -218,13 +243,14 @@ class Head:
         # What belongs to a block of columns: split in one call, where a slice each would take a call each.
         acc, total, weights, d_weights, totals = None, None, (), (), ()
         if d_hidden is not None:
-            acc, weights = torch.zeros(n, self.D, dtype=kind, device=device), of.weight.split(most)
+            acc = torch.zeros(n, self.D, dtype=kind, device=device)
+            weights = of.weight.split(most) if isinstance(of.weight, Tensor) else ()
         if d_weight is not None:
             d_weights = d_weight.split(most)
         if d_bias is not None:
             total = torch.zeros(self.V, dtype=kind, device=device)
             totals = total.split(most)
-        rows_grid, of_width, of_head = self._product_grid(n), 0, dlogits.head_operands(0, n)
+        rows_grid, of_width, of_head = self._product_grid(n), 0, () if self._panels else dlogits.operands(None, 0, n)
         for i, (start, width) in enumerate(self._columns):
             if width != of_width:  # the first, and the last
                 of_width, columns_grid = width, self._product_grid(width)
@@ -232,11 +258,16 @@ class Head:
                 to_hidden = self._product("rows", add=True, first=0, M=n, K=width, a_stride=width)
                 to_weight = self._product("sum", add=False, first=0, M=width, K=n, a_step=width)
                 rows_of_dz = dz[: n * width].view(n, width)
+            if self._panels:
+                rows = dlogits.rows(start, width)
+                of_head = dlogits.operands(rows, 0, n)
+            elif weights:
+                rows = weights[i]
             write_dz(dz_grid, x, *of_head, *dlogits.given, start)
             if dlogits.put is not None:
                 dlogits.put(dz, n, 0, start, width)
             if acc is not None:
-                to_hidden(rows_grid, dz, weights[i], count, acc)
+                to_hidden(rows_grid, dz, rows, count, acc)
             if d_weight is not None:
                 to_weight(columns_grid, dz, x, count, d_weights[i])
             if total is not None:
@@ -334,7 +365,7 @@ class _Dlogits:
     def __init__(
         self, head: Head, of: Operands, saved: SavedRows, upstream: tuple[Tensor | None, ...], put: Put | None
     ) -> None:  # fmt: skip
-        self._head, self._of, self.put = head, of, put
+        self._head, self._of, self.put, self._room = head, of, put, head.head_rows.room(of.weight)
         self._arriving = tuple([g is not None for g in upstream])
         room = min(head.plan.block, head.N) * min(head.plan.columns, head.V)
         self.buffer = torch.empty(room, dtype=head.work, device=head.device)
@@ -347,19 +378,24 @@ class _Dlogits:
             self.buffer,
         )  # fmt: skip
 
-    def head_operands(self, first: int, n: int) -> tuple[Tensor | None, ...]:
-        """Weight, bias and the low-rank addition for a block of rows."""
+    def rows(self, start: int, width: int) -> Tensor:
+        """Rows of the head from `start` on; decoded ones are overwritten by the next."""
+        return self._head.head_rows(self._of.weight, self._room, start, width)
+
+    def operands(self, rows: Tensor | None, first: int, n: int) -> tuple[Tensor | None, ...]:
+        """The head, or the decoded rows of it, bias and the low-rank addition for a block of rows."""
         of = self._of
-        return of.weight, of.rows.ids if of.bias is None else of.bias, *of.low_rank(first, n)
+        weight = of.weight if isinstance(of.weight, Tensor) else rows
+        return weight, of.rows.ids if of.bias is None else of.bias, *of.low_rank(first, n)
 
     def of(self, n: int, width: int) -> tuple[Launch, tuple[int, int, int]]:
-        """The launch of so many rows and columns, and its grid: passed x, `head_operands`, `given`, a first column."""
+        """The launch of so many rows and columns, and its grid: passed x, `operands`, `given`, a first column."""
         return self._head.dlogits(self._arriving, width), self._head.dlogits_grid(n, width)
 
-    def __call__(self, x: Tensor, first: int, n: int, start: int, width: int) -> Tensor:
-        """[n, width] of x [n, D], one of several blocks of rows, at the beginning of the buffer."""
+    def __call__(self, x: Tensor, rows: Tensor, first: int, n: int, start: int, width: int) -> Tensor:
+        """[n, width] of x [n, D], one of several blocks of rows, and of `rows`, at the beginning of the buffer."""
         launch, grid = self.of(n, width)
-        launch(grid, x, *self.head_operands(first, n), *self.given, first, n, start)
+        launch(grid, x, *self.operands(rows, first, n), *self.given, first, n, start)
         if self.put is not None:
             self.put(self.buffer, n, first, start, width)
         return self.buffer

@@ -61,7 +61,7 @@ def kept_columns(kept, row, column, inside, V, kept_stride):
     return ((bits >> (column % 8)[None, :]) & 1) == 1
 
 
-@triton.jit(do_not_specialize=["first", "n"])  # bits must not depend on them
+@triton.jit(do_not_specialize=["first", "n", "start", "width"])  # bits must not depend on them
 def head_partial_softmax(
     x,  # [n, D] hidden states of this block, D contiguous
     weight,  # [V, D]
@@ -78,13 +78,20 @@ def head_partial_softmax(
     tile_max,  # [n, P], written where SAVE: that largest
     first, n, D, V, rank, x_stride, head_stride, head_step, factor_stride, factor_step, kept_stride, scale, softcap,
     piece,  # columns after which a tile begins anew
+    start, width,  # with PART: columns of this launch, those of whole tiles of one piece
     HAS_BIAS: tl.constexpr, HAS_LORA: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_T: tl.constexpr, HAS_CAP: tl.constexpr,
     SUPPORT: tl.constexpr, MOMENT: tl.constexpr, SAVE: tl.constexpr, OPERAND: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    PART: tl.constexpr,  # `weight` has rows start .. start + width of the head alone
 ):  # fmt: skip
     """Statistics of one tile [BM, BN]; this block has rows first .. first + n of the order of `index`."""
     per, P = tiles_of(V, piece, BN)
-    block, tile = tile_swizzle(tl.program_id(0), tl.cdiv(n, BM), P, GROUP)
+    tiles, begins_with = P, 0
+    if PART:
+        tiles, begins_with = tl.cdiv(width, BN), start
+    block, tile = tile_swizzle(tl.program_id(0), tl.cdiv(n, BM), tiles, GROUP)
+    if PART:
+        tile += start // piece * per + start % piece // BN
     if HAS_INDEX:
         if first + block * BM >= tl.load(count):  # no row of this tile counts
             return
@@ -95,8 +102,8 @@ def head_partial_softmax(
     stop = tl.minimum(begin + piece, V)
     column = begin + tile % per * BN + tl.arange(0, BN)
     y = tile_logits(
-        x, weight, bias, inner, factor, r, inside, column, D, stop, rank, x_stride, head_stride, head_step,
-        factor_stride, factor_step, scale, HAS_BIAS, HAS_LORA, OPERAND, BM, BN, BK,
+        x, weight, bias, inner, factor, r, inside, column, begins_with, D, stop, rank, x_stride, head_stride,
+        head_step, factor_stride, factor_step, scale, HAS_BIAS, HAS_LORA, OPERAND, BM, BN, BK,
     )  # fmt: skip
     if HAS_CAP:
         y = cap(y, softcap)
@@ -205,6 +212,7 @@ def head_dlogits(
     SUPPORT: tl.constexpr, G: tl.constexpr, G_LSE: tl.constexpr, G_ENTROPY: tl.constexpr, G_MASS: tl.constexpr,
     FROM_SAVED: tl.constexpr, MAX_OF: tl.constexpr, OPERAND: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, GROUP: tl.constexpr,
+    PART: tl.constexpr,  # `weight` has rows start .. start + width of the head alone
 ):  # fmt: skip
     """Gradient of hidden @ weight.T in the columns start .. start + width, times what the bias and scale make of it."""
     block, tile = tile_swizzle(tl.program_id(0), tl.cdiv(n, BM), tl.cdiv(width, BN), GROUP)
@@ -227,9 +235,12 @@ def head_dlogits(
         largest = tile_max + saved_row[:, None] * tiles + (column // piece * per + column % piece // MAX_OF)[None, :]
         y = low + tl.load(largest, mask=written, other=0.0)
     else:
+        begins_with, stop = 0, V
+        if PART:
+            begins_with, stop = start, tl.minimum(V, start + width)
         y = tile_logits(
-            x, weight, bias, inner, factor, r, inside, column, D, V, rank, x_stride, head_stride, head_step,
-            factor_stride, factor_step, scale, HAS_BIAS, HAS_LORA, OPERAND, BM, BN, BK,
+            x, weight, bias, inner, factor, r, inside, column, begins_with, D, stop, rank, x_stride, head_stride,
+            head_step, factor_stride, factor_step, scale, HAS_BIAS, HAS_LORA, OPERAND, BM, BN, BK,
         )  # fmt: skip
         if HAS_CAP:
             y = cap(y, softcap)

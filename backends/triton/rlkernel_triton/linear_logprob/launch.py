@@ -20,22 +20,29 @@ from rlkernel_common import vocab_parallel
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
 from rlkernel_core.spec.form import filled
+from rlkernel_core.quant.tensor import QuantTensor
+from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall, stored_head
 from rlkernel_core.spec.listed_ids import ids_per_row
 from rlkernel_core.spec.logprob import LogprobResult
 from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_triton.common.listed_rows import Listed
-from rlkernel_triton.common.matmul_tiles import Tile, tile_of
 from rlkernel_triton.common.merge_softmax import SAVED_PLANES
 from rlkernel_triton.common.row_layout import is_per_row, per_row
 from rlkernel_triton.common.softmax_rows import NOWHERE, MergeSoftmax, RowShape, RowTensors, ids_of_group
 from rlkernel_triton.common.support_bitmask import SupportBitmask, bitmask_like, support_bitmask
 from rlkernel_triton.launchers import launcher_for
 from rlkernel_triton.linear_logprob import workspace as memory
-from rlkernel_triton.linear_logprob.head import Head, saved_dtype, stats_kind, tiles_of
+from rlkernel_triton.linear_logprob.head import Head, head_tile, saved_dtype, stats_kind, tiles_of
+from rlkernel_triton.linear_logprob.head_rows import head_like, parts_of, stored, unread
 from rlkernel_triton.linear_logprob.listed import Several, SeveralIds
 from rlkernel_triton.linear_logprob.low_rank import InnerProduct
 from rlkernel_triton.linear_logprob.operands import HeadStats, Operands, RowOrder, SavedRows
+
+
+def fits(call: LinearLogprobCall) -> Reason | None:
+    """The format of a quantized head is read here."""
+    return unread(call.weight)
 
 
 def workspace(call: LinearLogprobCall) -> int:
@@ -49,13 +56,15 @@ def workspace(call: LinearLogprobCall) -> int:
 
 def _size(call: LinearLogprobCall) -> memory.Size:
     """What the memory of a call depends on."""
-    hidden, weight, (V, D), K = call.hidden, stored_head(call), call.weight.shape, ids_per_row(call.ids, call.hidden)
-    item = max(x.element_size() for x in (hidden, weight))
+    hidden, (V, D), K = call.hidden, call.weight.shape, ids_per_row(call.ids, call.hidden)
+    item = max(x.element_size() for x in (hidden, head_like(hidden, call.weight)))
     ranks = 1 if call.group is None else call.group.size()
     pieces, piece = vocab_parallel.pieces(V, ranks)
-    tiles = tiles_of(V, piece, _tile(call).BN)
+    BN = head_tile(hidden, call.weight, stats_kind(call.softcap, call.support is not None)).BN
+    tiles = tiles_of(V, piece, BN)
     N, r = math.prod(hidden.shape[:-1]), 0 if call.lora is None else call.lora.A.shape[0]
-    return memory.Size(N, D, V, item, tiles, call.support is not None, ranks * pieces, K or 0, r)
+    decoded = 0 if isinstance(call.weight, Tensor) else BN
+    return memory.Size(N, D, V, item, tiles, call.support is not None, ranks * pieces, K or 0, r, decoded)
 
 
 def linear_logprob(call: LinearLogprobCall) -> LogprobResult:
@@ -87,7 +96,7 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
     @classmethod
     def inputs(cls, call: LinearLogprobCall) -> Saved:
         """Hidden states, weight, bias, and A and B of LoRA."""
-        return call.hidden, stored_head(call), call.bias, *matrices(call)
+        return call.hidden, stored(call.weight), call.bias, *matrices(call)
 
     def forward(self, call: LinearLogprobCall) -> tuple[LogprobResult, Saved]:
         """Three launches for each block of rows, and with "save" the logits."""
@@ -97,8 +106,8 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
         order, kept = of.order or (None, None), of.rows.kept or (None, None)
         ids, chosen, invalid, y = (ids, None, result.invalid, None) if many is None else many
         return result, (
-            call.hidden, stored_head(call), call.bias, *matrices(call), T, ids, invalid, *order, *kept, row_stats,
-            stats.logits, stats.tile_max, chosen, y,
+            call.hidden, stored(call.weight), call.bias, *matrices(call), T, ids, invalid, *order, *kept, row_stats,
+            stats.logits, stats.tile_max, chosen, y, *parts_of(call.weight),
         )  # fmt: skip
 
     def backward(self, saved: Saved, grads: Saved) -> Saved:
@@ -120,13 +129,14 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
         if call.mask is not None:
             order = ids.new_empty(N, dtype=torch.int64), ids.new_empty(1, dtype=torch.int64)
         if _cut(call).save:
-            kind = saved_dtype(call.hidden, stored_head(call))
+            kind = saved_dtype(call.hidden, call.weight)
             logits = ids.new_empty((N, V), dtype=kind), ids.new_empty((N, _size(call).tiles), dtype=torch.float32)
         return (
-            call.hidden, stored_head(call), call.bias, *matrices(call), T if isinstance(T, Tensor) else None,
+            call.hidden, stored(call.weight), call.bias, *matrices(call), T if isinstance(T, Tensor) else None,
             ids if call.group is None else ids.new_empty(N * (K or 1), dtype=torch.int64), invalid, *order,
             *((None, None) if call.support is None else bitmask_like(call.support, V)),
             ids.new_empty((SAVED_PLANES * B, *rest), dtype=torch.float32), *logits, *many,
+            *parts_of(call.weight),
         )  # fmt: skip
 
 
@@ -142,10 +152,11 @@ class _Host:
         pieces = vocab_parallel.pieces(V, ranks)
         rows = RowShape(N, V, T, call.softcap, call.mask is not None, row_bytes)
         self.head = Head(
-            launcher, call.hidden, stored_head(call), rows, bias=call.bias is not None, lora=call.lora,
+            launcher, call.hidden, call.weight, rows, bias=call.bias is not None, lora=call.lora,
             scale=float(call.logit_scale), moment=call.entropy, plan=cut._replace(save=cut.save and keep),
             pieces=pieces,
         )  # fmt: skip
+        self._quantized = None if isinstance(call.weight, Tensor) else call.weight.flatten()[1]
         self._inner = None
         if call.lora is not None:
             self._inner, self._lora_scale = InnerProduct(launcher, call.hidden, call.lora, cut.block), call.lora.scale
@@ -190,7 +201,7 @@ class _Host:
             ids = several.rows.chosen(listed, mask, y)
         local = ids if offset is None else ids - offset
         inner = inner if inner is None or order is None else inner[order.index]
-        of = Operands(call.hidden, stored_head(call), bias, RowTensors(local, T, None, kept), order, lora, inner)
+        of = Operands(call.hidden, call.weight, bias, RowTensors(local, T, None, kept), order, lora, inner)
         stats = head.statistics(of, self._rest)
         every = stats.merged
         if group is not None:
@@ -210,8 +221,11 @@ class _Host:
     def backward(self, saved: Saved, grads: Saved, wanted: tuple[bool, ...]) -> Saved:
         """The gradients of hidden, weight, bias, A and B that are wanted."""
         hidden, weight, bias, A, B, T, ids, invalid, index, count, bits, bad, stats, logits, tile_max, *many = saved
-        chosen, y = many
-        if hidden is None or weight is None or ids is None or invalid is None or stats is None:
+        chosen, y, *parts = many
+        head: Tensor | QuantTensor | None = weight
+        if self._quantized is not None:
+            head = QuantTensor.unflatten(parts, self._quantized)  # type: ignore[arg-type]  # all are there
+        if hidden is None or head is None or ids is None or invalid is None or stats is None:
             raise RLKernelError("linear_logprob: its backward pass got less than its forward pass saved")
         ids = ids if self._ids_as_they_are else ids.contiguous()
         rows = RowTensors(
@@ -224,7 +238,7 @@ class _Host:
             lora = LoRA(A, B, self._lora_scale)
             inner = self._inner(hidden, lora)
             inner = inner if order is None else inner[order.index]
-        of = Operands(hidden, weight, self._bias(bias), rows, order, lora, inner)
+        of = Operands(hidden, head, self._bias(bias), rows, order, lora, inner)
         kept = SavedRows(invalid, stats, logits, tile_max)
         put, several = None, self._several
         if several is not None and y is not None:
@@ -249,7 +263,3 @@ def matrices(call: LinearLogprobCall) -> tuple[Tensor | None, Tensor | None]:
 
 def _cut(call: LinearLogprobCall) -> memory.Plan:
     return memory.plan(call.backward, call.max_workspace_bytes, _size(call))
-
-
-def _tile(call: LinearLogprobCall) -> Tile:
-    return tile_of(call.hidden, stored_head(call), stats_kind(call.softcap, call.support is not None))

@@ -10,6 +10,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
+from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_triton.common.softmax_rows import RowTensors
 
@@ -31,7 +32,7 @@ class Operands(NamedTuple):
     """The tensors of a call."""
 
     hidden: Tensor  # [..., D]
-    weight: Tensor  # [V, D]
+    weight: Tensor | QuantTensor  # [V, D]
     bias: Tensor | None  # [V] contiguous
     rows: RowTensors  # ids are counted from the first column of the head
     order: RowOrder | None

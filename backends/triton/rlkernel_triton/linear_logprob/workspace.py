@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 
 from rlkernel_core.errors import ArgumentError
 from rlkernel_triton.launchers.planning import current
+from rlkernel_triton.linear_logprob.head_rows import ALIGNED
 
 # Rows and columns of a block of gradients, largest first. Bits do not depend on them. The first keeps a batch of 16384
 # rows in one block, so that its logits are made again once and not twice.
@@ -36,6 +37,7 @@ class Size(NamedTuple):
     parts: int  # of a row's statistics, all ranks together
     K: int = 0  # listed ids of a row; 0 where it has one that is not listed
     r: int = 0  # rank of a low-rank addition; 0 where there is none
+    decoded: int = 0  # least rows of a quantized head that are decoded at a time; 0 where it is stored
 
 
 class Plan(NamedTuple):
@@ -48,7 +50,7 @@ class Plan(NamedTuple):
 
 def workspace(plan: Plan, size: Size) -> int:
     """Most bytes of a call, forward and backward, beyond its results and gradients."""
-    N, D, V, item, tiles, support, parts, K, r = size
+    N, D, V, item, tiles, support, parts, K, r, decoded = size
     block, columns = min(plan.block, N), min(plan.columns, V)
     of_tiles = (8 if support else 4) * 4 * block * tiles
     dz = block * columns * max(item, 2)
@@ -57,7 +59,13 @@ def workspace(plan: Plan, size: Size) -> int:
     saved = N * (V * item + 4 * tiles) if plan.save else 0
     copied = 2 * block * D * item  # hidden states of two blocks, where they do not lie together
     low_rank = 4 * r * (3 * N + 2 * block + columns + 2 * D)  # the inner product, its parts and gradient; dA and dB
-    return max(of_tiles, dz + sums + 4 * columns) + copied + rows + saved + low_rank + SMALL
+    panel = 4 * D * (decoded_rows(columns, decoded) + ALIGNED) if decoded else 0
+    return max(of_tiles, dz + sums + 4 * columns) + copied + rows + saved + low_rank + panel + SMALL
+
+
+def decoded_rows(columns: int, least: int) -> int:
+    """Rows of a quantized head that are decoded at a time: as many as a block has columns, or those of a tile."""
+    return max(columns, least)
 
 
 def plan(backward: str, limit: int | None, size: Size) -> Plan:

@@ -70,7 +70,7 @@ def head_logits(
     column = tile * BN + tl.arange(0, BN)
     inside = r < n
     y = tile_logits(
-        x, weight, bias, inner, factor, r, inside, column, D, width, rank, x_stride, head_stride, head_step,
+        x, weight, bias, inner, factor, r, inside, column, 0, D, width, rank, x_stride, head_stride, head_step,
         factor_stride, factor_step, scale, HAS_BIAS, HAS_LORA, OPERAND, BM, BN, BK,
     )  # fmt: skip
     if HAS_CAP:

@@ -5,6 +5,8 @@ cache; two slabs are all that there is of the logits, and they take no more memo
 given as lists or penalties, a slab is edited by the core's formulas first. With a filter, or where whole rows are asked
 for, the logits are stored and go through sample.
 
+The codes of a quantized head are decoded inside its product: `decoded_logits`.
+
 Few rows and many rows have products of two shapes where these were seen to give the same bits (sm90), of one shape
 elsewhere, and every sum is over 64 tokens that no cut moves: a row's bits depend on the row alone.
 
@@ -22,7 +24,8 @@ import torch
 from torch import Tensor
 
 from rlkernel_common.requests import decode, edit
-from rlkernel_core.spec.linear_logprob import stored_head
+from rlkernel_core.quant.tensor import QuantTensor
+from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_core.spec.sampling import SampleResult
@@ -32,8 +35,10 @@ from rlkernel_triton.common.language import triton
 from rlkernel_triton.common.matmul_tiles import OPERAND_TYPES, Tile, tile_of
 from rlkernel_triton.common.sampling_arguments import as_int64, each_of, flat
 from rlkernel_triton.launchers import Launch, Launcher, launcher_for, plain_launcher_for, planned_target
+from rlkernel_triton.linear_logprob.head_rows import head_like, unread
 from rlkernel_triton.linear_logprob.low_rank import InnerProduct, strides
-from rlkernel_triton.lm_head_sample import kernels
+from rlkernel_triton.lm_head_sample import decoded_logits, kernels
+from rlkernel_triton.quant.layouts import check_layout
 from rlkernel_triton.sample.launch import prepare as prepare_sample
 
 TILE: Final = 128  # tokens of which an edited slab is a multiple
@@ -41,6 +46,11 @@ FEW: Final = 64  # rows for which a product is memory-bound
 ROOM: Final = 1 << 23  # logits of an edited slab: 32 MiB, which stay in the cache of a large GPU
 WARPS: Final = 4
 COPIED: Final = 32  # rows from which on the copy engine brings operands: it took a fifth longer for one row
+
+
+def fits(call: LmHeadSampleCall) -> Reason | None:
+    """The format of a quantized head is read here."""
+    return unread(call.weight)
 
 
 def lm_head_sample(call: LmHeadSampleCall) -> SampleResult:
@@ -127,7 +137,7 @@ class _Operands(NamedTuple):
     """The tensors of a call's logits."""
 
     hidden: Tensor  # [N, D], D contiguous
-    weight: Tensor  # [W, D]
+    weight: Tensor | QuantTensor  # [W, D]
     bias: Tensor | None  # [W] contiguous
     tma: tuple[Any, Any] | None  # hidden and weight for the copy engine
     inner: Tensor | None  # [N, r] fp32 scale times hidden @ A.T
@@ -146,24 +156,29 @@ class _Head:
     """The logits of calls of one shape."""
 
     def __init__(self, launcher: Launcher, call: LmHeadSampleCall, V: int) -> None:
-        hidden, weight, bias = call.hidden, stored_head(call), call.bias
+        hidden, head, bias = call.hidden, call.weight, call.bias
         self._launcher, self.V, (self.N, self.D), self.device = launcher, V, hidden.shape, hidden.device
         self._hidden_as_it_is = hidden.stride(1) == 1
         self._bias_as_it_is = bias is None or bias.is_contiguous()
         near = hidden if self._hidden_as_it_is else hidden.contiguous()
+        weight, quantized = head_like(hidden, head), not isinstance(head, Tensor)
         kind = "small_m" if self.N <= FEW else "product"
-        self._tma = self.N >= COPIED and takes_tma(near) and takes_tma(weight) and hidden.dtype == weight.dtype
-        self.tile = tile_of(hidden, weight, f"tma {kind}" if self._tma else kind)
-        self._capped = self.tile if call.softcap is None else tile_of(hidden, weight, "stats+")
+        many = self.N >= COPIED and not quantized
+        self._tma = many and takes_tma(near) and takes_tma(weight) and hidden.dtype == weight.dtype
+        self.tile = decoded_logits.TILE if quantized else tile_of(hidden, weight, f"tma {kind}" if self._tma else kind)
+        self._capped = self.tile if call.softcap is None or quantized else tile_of(hidden, weight, "stats+")
         same = hidden.dtype == weight.dtype and not INTERPRETED  # the interpreter's 16-bit products are wrong
         self._softcap, self._scale = call.softcap, float(call.logit_scale)
         self._fixed = {
-            "n": self.N, "D": self.D, "x_stride": near.stride(0), "head_stride": weight.stride(0),
-            "head_step": weight.stride(1), "scale": self._scale, "softcap": call.softcap or 0.0,
+            "D": self.D, "x_stride": near.stride(0), "scale": self._scale, "softcap": call.softcap or 0.0,
             "HAS_BIAS": bias is not None, "OPERAND": OPERAND_TYPES[hidden.dtype if same else torch.float32],
             **strides(call.lora),
         }  # fmt: skip
+        self._strides = {"head_stride": weight.stride(0), "head_step": weight.stride(1)}
         self._launches: dict[bool, Launch] = {}
+        self._decoded: dict[bool, Callable[..., None]] = {}
+        if not isinstance(head, Tensor):
+            check_layout("weight", head)
         self._low_rank = strides(call.lora)
         self._inner = None if call.lora is None else InnerProduct(launcher, near, call.lora, self.N)
 
@@ -175,15 +190,15 @@ class _Head:
         if self._tma:
             from triton.tools.tensor_descriptor import TensorDescriptor
 
-            tile, weight = self.tile, stored_head(call)[: self.V]
+            tile = self.tile
             tma = (
                 TensorDescriptor.from_tensor(hidden, [tile.BM, tile.BK]),
-                TensorDescriptor.from_tensor(weight, [tile.BN, tile.BK]),
+                TensorDescriptor.from_tensor(call.weight[: self.V], [tile.BN, tile.BK]),  # type: ignore[index]  # stored
             )
         inner, factor, lora = None, None, call.lora
         if lora is not None and self._inner is not None:
             inner, factor = self._inner(hidden, lora), lora.B
-        return _Operands(hidden, stored_head(call), bias, tma, inner, factor)
+        return _Operands(hidden, call.weight, bias, tma, inner, factor)
 
     def logits(self, of: _Operands, first: int, width: int, out: Tensor | None = None, *, cap: bool = True) -> Tensor:
         """[N, width] fp32, written to `out` if it is given; without the softcap unless `cap`."""
@@ -204,13 +219,21 @@ class _Head:
             tma(grid, *of.tma, of.bias, of.inner, of.factor, out, first, width)
             return out
         weight, bias, factor = of.weight, of.bias, of.factor
+        if not isinstance(weight, Tensor):
+            write = self._decoded.get(has_cap)
+            if write is None:
+                write = self._decoded[has_cap] = decoded_logits.bind_decoded_logits(
+                    self._launcher, weight, self.N, HAS_CAP=has_cap, **self._fixed
+                )
+            write(of.hidden, weight, bias, (of.inner, factor), out, first, width)
+            return out
         if first:
             weight, bias, factor = weight[first:], *(None if x is None else x[first:] for x in (bias, factor))
         launch = self._launches.get(has_cap)
         if launch is None:
             launch = self._launches[has_cap] = self._launcher.bind(
                 kernels.head_logits, num_warps=tile.num_warps, num_stages=tile.num_stages, HAS_CAP=has_cap, BM=tile.BM,
-                BN=tile.BN, BK=tile.BK, GROUP=tile.GROUP, **self._fixed,
+                BN=tile.BN, BK=tile.BK, GROUP=tile.GROUP, n=self.N, **self._strides, **self._fixed,
             )  # fmt: skip
         launch(grid, of.hidden, weight, bias, of.inner, factor, out, width)
         return out
