@@ -12,6 +12,7 @@ Legend: D hidden · V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -25,7 +26,8 @@ from rlkernel_triton.quant.dequantize import dequantizer
 from rlkernel_triton.quant.layouts import check_layout
 
 Weight = Tensor | QuantTensor
-ALIGNED = 16  # rows of a layout of tiles begin at multiples of it
+ALIGNED: Final = 16  # rows of a layout of tiles begin and end at multiples of it
+SPARE: Final = 2 * ALIGNED  # rows that are decoded besides those that are asked for, at most
 
 
 def unread(weight: Weight) -> Reason | None:
@@ -72,8 +74,8 @@ class HeadRows:
         self.decoded = not isinstance(weight, Tensor)
         if not isinstance(weight, Tensor):
             check_layout("weight", weight)
-        self._launcher, self._size = launcher, (min(most, weight.shape[0]) + ALIGNED, weight.shape[1])
-        self._bound: dict[tuple[int, int], tuple[int, Callable[..., Tensor]]] = {}
+        self._launcher, self._size = launcher, (min(most, weight.shape[0]) + SPARE, weight.shape[1])
+        self._bound: dict[tuple[int, int], tuple[int, int, Callable[..., Tensor]]] = {}
 
     def room(self, weight: Weight) -> Tensor | None:
         """Room for decoded rows; None where none are."""
@@ -87,10 +89,11 @@ class HeadRows:
             return weight[start:] if start else weight
         found = self._bound.get((start, width))
         if found is None:
-            before = 0 if weight.layout == CANONICAL else start % ALIGNED
-            rows = (start - before, start + width)
-            found = before, dequantizer(weight, torch.float32, rows, self._launcher)
+            aligned = 1 if weight.layout == CANONICAL else ALIGNED
+            before, after = start % aligned, -(start + width) % aligned
+            rows = (start - before, start + width + after)
+            found = before, rows[1] - rows[0], dequantizer(weight, torch.float32, rows, self._launcher)
             self._bound[start, width] = found
-        before, decode = found
-        rows = decode(weight, None if room is None else room[: before + width])
-        return rows[before:] if before else rows
+        before, count, decode = found
+        decoded = decode(weight, None if room is None else room[:count])
+        return decoded[before : before + width]

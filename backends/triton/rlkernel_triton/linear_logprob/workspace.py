@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from rlkernel_core.errors import ArgumentError
 from rlkernel_triton.launchers.planning import current
-from rlkernel_triton.linear_logprob.head_rows import ALIGNED
+from rlkernel_triton.linear_logprob.head_rows import SPARE
 
 # Rows and columns of a block of gradients, largest first. Bits do not depend on them. The first keeps a batch of 16384
 # rows in one block, so that its logits are made again once and not twice.
@@ -59,7 +59,7 @@ def workspace(plan: Plan, size: Size) -> int:
     saved = N * (V * item + 4 * tiles) if plan.save else 0
     copied = 2 * block * D * item  # hidden states of two blocks, where they do not lie together
     low_rank = 4 * r * (3 * N + 2 * block + columns + 2 * D)  # the inner product, its parts and gradient; dA and dB
-    panel = 4 * D * (decoded_rows(columns, decoded) + ALIGNED) if decoded else 0
+    panel = 4 * D * (decoded_rows(columns, decoded) + SPARE) if decoded else 0
     return max(of_tiles, dz + sums + 4 * columns) + copied + rows + saved + low_rank + panel + SMALL
 
 

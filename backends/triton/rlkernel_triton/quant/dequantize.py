@@ -40,7 +40,7 @@ def prepare(call: DequantizeCall) -> Callable[[DequantizeCall], Tensor]:
 def dequantized(
     w: QuantTensor, dtype: torch.dtype, rows: tuple[int, int] | None = None, out: Tensor | None = None
 ) -> Tensor:  # -> [rows, K]
-    """The weight, or a range of its rows that starts at a multiple of 16, anywhere in the canonical layout."""
+    """The weight, or a range of its rows: from and to a multiple of 16 in a layout of tiles."""
     return dequantizer(w, dtype, rows, plain_launcher_for(w.device))(w, out)
 
 
@@ -54,7 +54,7 @@ def dequantizer(
     Args:
         w: the weight; none of its values is read.
         dtype: of the result.
-        rows: first row, in a layout of tiles a multiple of 16, and one past the last; None for all.
+        rows: first row and one past the last, multiples of 16 in a layout of tiles; None for all.
         launcher: what binds the kernel; None for that of the weight's device.
     """
     launcher = launcher_for(w.device) if launcher is None else launcher
