@@ -97,6 +97,10 @@ class LogprobCall(OpCall[LogprobResult]):
             counts as kept; an id kept twice counts once; ids beyond the last offset are ignored. Entropy, lse and
             top stay those of softmax(z). For one id per row alone.
         validate: check ids, temperatures and support on the host (synchronizes) and raise.
+        logits_scale: what logits of 8 bits (float8_e4m3fn, float8_e5m2) are multiplied by, the law being that of
+            `logits.float() * logits_scale`: a number > 0, or a tensor broadcastable to [...], an entry of which that is
+            not positive and finite spoils its row. Such logits need one, and have no gradient; no other logits take one.
+            With `group` it is that of this rank's logits.
         group: process group over which the vocabulary is split, shards in rank order, of equal size or not, as a
             tensor-parallel output head leaves its logits. ids, mask, temperature, support and upstream gradients are
             the same on all ranks, and so are the results, bit by bit; they may differ in their last bits from those of
@@ -109,7 +113,8 @@ class LogprobCall(OpCall[LogprobResult]):
 
     Raises:
         ArgumentError: wrong rank, sizes, device, dtype, temperature <= 0, a support beside several ids per row,
-            top_logprobs with a group, or (validate=True) ids out of range.
+            top_logprobs with a group, logits of 8 bits without a scale or with a gradient, a scale of other logits, or
+            (validate=True) ids out of range.
     """
 
     logits: Tensor
@@ -122,16 +127,19 @@ class LogprobCall(OpCall[LogprobResult]):
     top_logprobs: int = 0
     support: Support | None = None
     validate: bool = False
+    logits_scale: float | Tensor | None = None
     group: ProcessGroup | None = None
 
 
 def check(call: LogprobCall) -> None:
     """Metadata checks shared by all implementations of logprob@1; reads no value off the device."""
     logits, ids, mask = call.logits, call.ids, call.mask
-    checks.tensor("logits", logits, kind="floating")
+    eight_bits = checks.is_tensor(logits) and str(logits.dtype).removeprefix("torch.") in FLOAT8_LOGITS
+    checks.tensor("logits", logits, kind=None if eight_bits else "floating")
     if logits.dim() < 1 or logits.shape[-1] < 1:
         raise ArgumentError("logits", checks.describe(logits), "needs a last dimension V >= 1", "Pass [..., V].")
     rows = logits.shape[:-1]
+    check_logits_scale(call.logits_scale, rows, logits, eight_bits=eight_bits)
     check_ids(ids, rows, logits, "logits")
     check_temperature(call.temperature, rows, logits)
     if call.softcap is not None:
@@ -168,19 +176,40 @@ def check_temperature(temperature: float | Tensor, rows: Any, beside: Tensor) ->
             remedy="Greedy decoding has log-probability 0 by definition; pass T > 0.",
         )
         return
-    T = checks.tensor("temperature", temperature, kind="floating")
-    checks.same_device("temperature", T, beside, "the rows")
-    if T.requires_grad:
-        raise ArgumentError(
-            "temperature", checks.describe(T), "has no gradient, but requires one", "Pass temperature.detach()."
-        )
-    shape = tuple(T.shape)
+    _check_per_row("temperature", temperature, rows, beside)
+
+
+def check_logits_scale(scale: float | Tensor | None, rows: Any, logits: Tensor, *, eight_bits: bool) -> None:
+    """Logits of 8 bits have a scale and no gradient; other logits have none."""
+    described = checks.describe(logits)
+    if not eight_bits:
+        if scale is not None:
+            problem = f"goes with logits of {' or '.join(FLOAT8_LOGITS)}, not {described}"
+            raise ArgumentError("logits_scale", checks.describe(scale), problem, "Pass None, and the logits scaled.")
+        return
+    if scale is None:
+        raise ArgumentError("logits", described, "need a scale in 8 bits", "Pass logits_scale, or logits.bfloat16().")
+    if logits.requires_grad:
+        remedy = "Pass logits.detach(), or logits of 16 bits."
+        raise ArgumentError("logits", described, "have no gradient in 8 bits, but require one", remedy)
+    if checks.is_tensor(scale):
+        _check_per_row("logits_scale", scale, rows, logits)
+    else:
+        checks.number("logits_scale", scale, above=0.0)
+
+
+def _check_per_row(name: str, value: Any, rows: Any, beside: Tensor) -> None:
+    """A tensor without gradient that broadcasts to the rows."""
+    x = checks.tensor(name, value, kind="floating")
+    checks.same_device(name, x, beside, "the rows")
+    if x.requires_grad:
+        raise ArgumentError(name, checks.describe(x), "has no gradient, but requires one", f"Pass {name}.detach().")
+    shape = tuple(x.shape)
     if len(shape) > len(rows) or any(t not in (1, n) for t, n in zip(reversed(shape), reversed(rows), strict=False)):
-        raise ArgumentError(
-            "temperature", checks.describe(T), f"must broadcast to the rows {list(rows)}", "Pass one per row."
-        )
+        raise ArgumentError(name, checks.describe(x), f"must broadcast to the rows {list(rows)}", "Pass one per row.")
 
 
+FLOAT8_LOGITS: Final = ("float8_e4m3fn", "float8_e5m2")
 LSE: Final = Feature("lse", "logsumexp of every row is returned, with its gradient")
 
 
@@ -217,6 +246,7 @@ SPEC = OpSpec(
         Feature("top_logprobs", "the n most likely ids, ties to the lowest id"),
         Feature("support", "log-probability under the truncated law, with the kept mass"),
         Feature("validate", "ids checked on the host"),
+        Feature("logits_scale", "logits of 8-bit floats with a scale, without a gradient"),
         Feature("group", "the vocabulary is split over a process group"),
     ),
     clauses=CLAUSES,

@@ -14,6 +14,7 @@ from rlkernel_core.spec import OPERATORS
 
 _ANY = Requires(device="*")
 _FLOATS = Requires(device="*", dtypes=("bfloat16", "float16", "float32", "float64"))
+_LOGITS = Requires(device="*", dtypes=(*_FLOATS.dtypes, "float8_e4m3fn", "float8_e5m2"))
 
 # operator -> (target, requires, features of the spec it does not claim)
 TARGETS: dict[str, tuple[str, Requires, frozenset[str]]] = {
@@ -24,7 +25,7 @@ TARGETS: dict[str, tuple[str, Requires, frozenset[str]]] = {
         frozenset(),
     ),
     "capture": ("rlkernel_torch.capture:capture", _ANY, frozenset()),
-    "logprob": ("rlkernel_torch.logprob:logprob", _FLOATS, frozenset()),
+    "logprob": ("rlkernel_torch.logprob:logprob", _LOGITS, frozenset()),
     "dequantize": ("rlkernel_torch.quantize:dequantize", _ANY, frozenset()),
     "policy_loss": ("rlkernel_torch.policy_loss:policy_loss", _FLOATS, frozenset()),
     "prepack": ("rlkernel_torch.quantize:prepack", _ANY, frozenset()),

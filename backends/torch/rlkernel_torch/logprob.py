@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -145,19 +146,22 @@ def _forward(call: LogprobCall) -> tuple[LogprobResult, Tensor, Tensor | None, S
     dtype = accumulator(logits)
     T = temperatures(call.temperature, rows, dtype, logits.device)
     kept = None if support is None else KeptIds(support, shard.V, offset=shard.offset)
-    counted, flat = None if mask is None else mask.reshape(-1), free_rows(logits.detach())
+    counted, flat, coded = None if mask is None else mask.reshape(-1), free_rows(logits.detach()), None
+    if call.logits_scale is not None:
+        scale = temperatures(call.logits_scale, rows, dtype, logits.device)  # NaN where it has no meaning
+        flat, coded = flat.view(torch.uint8), _Coded(logits.dtype, scale)
     listed, y = None, None
     if K is None:
         chosen = choose(ids.reshape(-1), counted, shard.V, kept)
     else:
         listed = listed_ids.list_ids(ids.reshape(N, K), counted, shard.V)
-        y = cap(_at(flat, listed.ids, shard, dtype), call.softcap)
+        y = cap(_at(flat, listed.ids, shard, coded, dtype), call.softcap)
         chosen = Chosen(listed_ids.chosen_of(listed.ids, y), counted, listed.invalid)
-    row = _statistics(flat, chosen.ids, T, kept, shard, call.softcap, moment=call.entropy)
+    row = _statistics(flat, coded, chosen.ids, T, kept, shard, call.softcap, moment=call.entropy)
     values, lse, H, mass = results(row, chosen.ids, chosen.counted)
     if listed is not None and y is not None:
         values = listed_ids.log_probabilities(listed, y, chosen.ids, T, row)
-    top_ids, top = _best(flat, chosen, T, call.softcap, top_logprobs)
+    top_ids, top = _best(flat, coded, chosen, T, call.softcap, top_logprobs)
     result = LogprobResult(
         logprob=shaped(values, ids.shape),
         lse=shaped(lse, rows),
@@ -171,14 +175,30 @@ def _forward(call: LogprobCall) -> tuple[LogprobResult, Tensor, Tensor | None, S
     return result, chosen.ids, first, row, (None if listed is None else listed.ids, y)
 
 
-def _at(flat: Tensor, ids: Tensor, shard: vocab_parallel.Shard, dtype: torch.dtype) -> Tensor:
+class _Coded(NamedTuple):
+    """What the bytes of 8-bit logits stand for. They are read as bytes: torch indexes no 8-bit floats."""
+
+    kind: torch.dtype
+    scale: Tensor  # [N]
+
+
+def _wide(flat: Tensor, rows: slice, coded: _Coded | None, dtype: torch.dtype) -> Tensor:
+    """[n, V] logits of some rows, those of 8 bits times their scale."""
+    x = take(flat, rows)
+    return x.to(dtype) if coded is None else x.view(coded.kind).to(dtype) * coded.scale[rows, None]
+
+
+def _at(
+    flat: Tensor, ids: Tensor, shard: vocab_parallel.Shard, coded: _Coded | None, dtype: torch.dtype
+) -> Tensor:  # fmt: skip
     """[N, K] logits at listed ids, before the cap, any number where there is none; no row is copied."""
     local = ids - shard.offset
     at = local.clamp(0, flat.shape[-1] - 1)
     if flat.dim() == 2:
-        y = flat.gather(1, at).to(dtype)
+        found = flat.gather(1, at)
     else:
-        y = flat.gather(-1, at.view(*flat.shape[:-1], -1)).reshape(ids.shape).to(dtype)
+        found = flat.gather(-1, at.view(*flat.shape[:-1], -1)).reshape(ids.shape)
+    y = found.to(dtype) if coded is None else found.view(coded.kind).to(dtype) * coded.scale[:, None]
     if shard.group is not None:
         y = torch.where(at == local, y, 0.0)
         vocab_parallel.add(y, shard.group)  # each id lies on one rank
@@ -191,14 +211,14 @@ def _blocks(N: int, V: int) -> Iterator[slice]:
 
 
 def _statistics(
-    flat: Tensor, ids: Tensor, T: Tensor, kept: KeptIds | None, shard: vocab_parallel.Shard, softcap: float | None, *,
-    moment: bool,
+    flat: Tensor, coded: _Coded | None, ids: Tensor, T: Tensor, kept: KeptIds | None, shard: vocab_parallel.Shard,
+    softcap: float | None, *, moment: bool,
 ) -> SoftmaxStats:  # fmt: skip
     """SoftmaxStats of every row, block by block, and of all ranks."""
     (N,), V, local = ids.shape, flat.shape[-1], ids - shard.offset
     parts = []
     for rows in _blocks(N, V) if N else (slice(0, 0),):
-        y = cap(take(flat, rows).to(T.dtype), softcap)
+        y = cap(_wide(flat, rows, coded, T.dtype), softcap)
         among = None if kept is None else kept.block(rows.start, y.shape[0], 0, V)
         part = partial_softmax(y, local[rows], T[rows], tile_width(V), among, moment=moment)
         parts.append(join(part, T[rows]))
@@ -209,7 +229,7 @@ def _statistics(
 
 
 def _best(
-    flat: Tensor, chosen: Chosen, T: Tensor, softcap: float | None, n: int
+    flat: Tensor, coded: _Coded | None, chosen: Chosen, T: Tensor, softcap: float | None, n: int
 ) -> tuple[Tensor | None, Tensor | None]:
     """The n best ids of each row by (logit descending, id ascending) and their log-probabilities."""
     if not n:
@@ -217,7 +237,7 @@ def _best(
     every_id = torch.full((T.shape[0], n), -1, dtype=torch.int64, device=flat.device)
     every_value = T.new_zeros(every_id.shape)
     for rows in _blocks(T.shape[0], flat.shape[-1]):
-        x, t = take(flat, rows).to(T.dtype), T[rows]
+        x, t = _wide(flat, rows, coded, T.dtype), T[rows]
         best = torch.sort(x, dim=-1, descending=True, stable=True).indices[:, :n]
         y = cap(x, softcap)
         # With the best id as the chosen one, its own log-probability keeps its precision; the others have p <= 1/2.

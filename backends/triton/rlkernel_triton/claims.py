@@ -13,6 +13,7 @@ from rlkernel_core.manifest import API_VERSION, Backend, Impl, Requires
 from rlkernel_core.spec import OPERATORS
 
 FLOATS: Final = ("bfloat16", "float16", "float32")
+LOGITS: Final = (*FLOATS, "float8_e4m3fn", "float8_e5m2")
 REALS: Final = (*FLOATS, "bool", "int16", "int32", "int64", "int8", "uint8")
 
 
@@ -58,6 +59,7 @@ _EPILOGUE: Final = frozenset({
 CLAIMS: Final[Mapping[str, Claim]] = {
     "logprob": Claim(
         "rlkernel_triton.logprob.launch:prepare",
+        LOGITS,
         prepared=True,
         gradient="rlkernel_triton.logprob.launch:LogprobPair",
         sums="g64/s8/tree/f32",

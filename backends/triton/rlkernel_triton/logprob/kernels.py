@@ -27,6 +27,7 @@ from rlkernel_triton.common.softmax import (
     row_scale,
     update_running,
 )
+from rlkernel_triton.quant.code_tiles import decode_float8
 
 TILE: Final = GROUP.value * SLOTS.value  # columns read at a time: a group for every slot
 PART: Final = TILE * STEPS.value  # columns of a part: 4 programs a row at V = 128256
@@ -40,9 +41,38 @@ NEIGHBORS: tl.constexpr = tl.constexpr(8)  # columns of a lane: one load of 16 b
 
 
 @triton.jit
-def logits_at(x, at, stride, V, softcap, HAS_CAP: tl.constexpr):
+def load_logits(at, inside, scale, EIGHT_BITS: tl.constexpr):
+    """Logits at pointers, fp32, and any number where not inside; those of 8 bits times the scale of their row.
+
+    EIGHT_BITS: bits of the mantissa of 8-bit floats, 3 (e4m3fn) or 2 (e5m2), given as bytes; 0 for other logits.
+    Bytes are decoded by arithmetic on their bits: not every GPU has instructions for it, nor has the interpreter.
+    """
+    x = tl.load(at, mask=inside, other=0)
+    if EIGHT_BITS:
+        y = decode_float8(x.to(tl.int32), EIGHT_BITS, 7 if EIGHT_BITS == 3 else 15, False) * scale
+    else:
+        y = x.to(tl.float32)
+    return y
+
+
+@triton.jit
+def logits_scale(scales, row, EIGHT_BITS: tl.constexpr):
+    """The scale of a row of 8-bit logits, NaN where it has no meaning; any number for other logits."""
+    s = 1.0
+    if EIGHT_BITS:
+        s = tl.load(scales + row)
+        s = tl.where((s > 0.0) & (s < float("inf")), s, float("nan"))
+    return s
+
+
+@triton.jit
+def logits_at(x, at, stride, V, logit_scale, softcap, HAS_CAP: tl.constexpr, EIGHT_BITS: tl.constexpr):
     """Logits of a row at some columns, fp32; -inf beyond the vocabulary."""
-    y = tl.load(x + at.to(tl.int64) * stride, mask=at < V, other=float("-inf")).to(tl.float32)
+    if EIGHT_BITS:
+        y = load_logits(x + at.to(tl.int64) * stride, at < V, logit_scale, EIGHT_BITS)
+        y = tl.where(at < V, y, float("-inf"))
+    else:
+        y = tl.load(x + at.to(tl.int64) * stride, mask=at < V, other=float("-inf")).to(tl.float32)
     if HAS_CAP:
         y = cap(y, softcap)
     return y
@@ -63,6 +93,7 @@ def update_support(kept_top, kept_total, lost_top, lost_total, y, bits, byte, V,
 @triton.jit(do_not_specialize=["N"])  # bits must not depend on it
 def partial_softmax(
     logits,  # [N, V]: row i starts as `row_offset` says, columns are `stride` apart
+    scales,  # [N] of logits of 8 bits, which come as bytes, read where EIGHT_BITS
     ids,  # [N] chosen ids
     mask,  # [N], read where HAS_MASK
     T,  # [N] where HAS_T, else a number
@@ -71,7 +102,7 @@ def partial_softmax(
     parts,  # [planes, N, P] fp32
     N, V, inner, outer_stride, inner_stride, stride, kept_stride,
     HAS_MASK: tl.constexpr, HAS_T: tl.constexpr, HAS_CAP: tl.constexpr, SUPPORT: tl.constexpr, MOMENT: tl.constexpr,
-    PART: tl.constexpr, TILE: tl.constexpr,
+    EIGHT_BITS: tl.constexpr, PART: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Statistics of one part of one row; those of a masked row are not written."""
     row, part = tl.program_id(0), tl.program_id(1)
@@ -81,7 +112,7 @@ def partial_softmax(
     GROUPS: tl.constexpr = TILE // GROUP
     QUARTER: tl.constexpr = GROUP // 4  # as in `sample`: a thread holds most of it, and threads exchange little
     LANES: tl.constexpr = GROUPS * (QUARTER // NEIGHBORS)
-    scale = row_scale(T, row, HAS_T)
+    scale, times = row_scale(T, row, HAS_T), logits_scale(scales, row, EIGHT_BITS)
     x0 = logits + row_offset(row, inner, outer_stride, inner_stride)
     id = tl.load(ids + row).to(tl.int64)
     column = tl.arange(0, GROUPS)[:, None] * GROUP + tl.arange(0, QUARTER)[None, :]
@@ -96,10 +127,10 @@ def partial_softmax(
     lost_top = tl.full([LANES], float("-inf"), tl.float32)
     lost_total = tl.zeros([LANES], tl.float32)
     for first in range(start, stop, TILE):
-        y0 = logits_at(x0, first + column, stride, V, softcap, HAS_CAP)
-        y1 = logits_at(x0, first + column + QUARTER, stride, V, softcap, HAS_CAP)
-        y2 = logits_at(x0, first + column + 2 * QUARTER, stride, V, softcap, HAS_CAP)
-        y3 = logits_at(x0, first + column + 3 * QUARTER, stride, V, softcap, HAS_CAP)
+        y0 = logits_at(x0, first + column, stride, V, times, softcap, HAS_CAP, EIGHT_BITS)
+        y1 = logits_at(x0, first + column + QUARTER, stride, V, times, softcap, HAS_CAP, EIGHT_BITS)
+        y2 = logits_at(x0, first + column + 2 * QUARTER, stride, V, times, softcap, HAS_CAP, EIGHT_BITS)
+        y3 = logits_at(x0, first + column + 3 * QUARTER, stride, V, times, softcap, HAS_CAP, EIGHT_BITS)
         if (id >= first) & (id < first + TILE):  # in one tile of the row; elsewhere nothing is compared
             own = (id - first).to(tl.int32)
             y0 = tl.where(column == own, float("-inf"), y0)
@@ -142,7 +173,7 @@ def partial_softmax(
     one = tl.arange(0, 1)
     out = parts + row.to(tl.int64) * P + part + one
     here = (id >= start) & (id < stop)
-    y_id = tl.load(x0 + tl.where(here, id, 0) * stride).to(tl.float32)
+    y_id = load_logits(x0 + tl.where(here, id, 0) * stride, True, times, EIGHT_BITS)
     if HAS_CAP:
         y_id = cap(y_id, softcap)
     tl.store(out, tl.where(here, y_id, 0.0) + tl.zeros([1], tl.float32))
@@ -164,25 +195,26 @@ def partial_softmax(
 @triton.jit(do_not_specialize=["K"])
 def listed_logits(
     logits,  # [N, V], as in `partial_softmax`
+    scales,  # the same
     ids,  # [N, K]
     mask,  # [N], read where HAS_MASK
     softcap,
     y,  # [N, K] fp32
     V, K, inner, outer_stride, inner_stride, stride,
-    HAS_MASK: tl.constexpr, HAS_CAP: tl.constexpr, ENTRIES: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_CAP: tl.constexpr, EIGHT_BITS: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Logits under the cap at the listed ids of one row; those of a masked row are not written."""
     row = tl.program_id(0)
     if HAS_MASK:
         if tl.load(mask + row) == 0:
             return
-    x0 = logits + row_offset(row, inner, outer_stride, inner_stride)
+    x0, times = logits + row_offset(row, inner, outer_stride, inner_stride), logits_scale(scales, row, EIGHT_BITS)
     for first in range(0, K, ENTRIES):
         at = row.to(tl.int64) * K + first + tl.arange(0, ENTRIES)
         inside = first + tl.arange(0, ENTRIES) < K
         id = tl.load(ids + at, mask=inside, other=-1).to(tl.int64)
         there = is_id(id, V, False)
-        x = tl.load(x0 + tl.where(there, id, 0) * stride, mask=there, other=0.0).to(tl.float32)
+        x = load_logits(x0 + tl.where(there, id, 0) * stride, there, times, EIGHT_BITS)
         if HAS_CAP:
             x = cap(x, softcap)
         tl.store(y + at, x, mask=inside)

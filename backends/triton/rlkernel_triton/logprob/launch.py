@@ -33,6 +33,7 @@ from rlkernel_triton.common.support_bitmask import SupportBitmask, bitmask_like,
 from rlkernel_triton.launchers import Launch, Launcher, launcher_for, plain_launcher_for
 from rlkernel_triton.logprob import kernels
 from rlkernel_triton.logprob.shards import Shards
+from rlkernel_triton.logprob.stored_logits import MANTISSA, Coded, coded_of, readable
 from rlkernel_triton.logprob.top_ids import best_ids, log_probabilities
 
 
@@ -106,7 +107,8 @@ class _Host:
         self._device, self._keep = device, keep
         self._n, self._validate = call.top_logprobs, call.validate
         launcher, (layout, self._copied) = launcher_for(device), layout_of(call.logits)
-        self._partial = PartialSoftmax(launcher, rows, layout, moment=call.entropy)
+        mantissa = 0 if call.logits_scale is None else MANTISSA[call.logits.dtype]
+        self._partial = PartialSoftmax(launcher, rows, layout, moment=call.entropy, mantissa=mantissa)
         self._shards, P, whole = None, self._partial.P, V
         if call.group is not None:
             self._shards = Shards(launcher, call, rows, P, call.group)
@@ -118,7 +120,7 @@ class _Host:
         self._mask_as_it_is = call.mask is None or call.mask.is_contiguous()
         self._T_as_it_is = T is not None or is_per_row(call.temperature, self._shape)
         K = ids_per_row(call.ids, call.logits)
-        self._several = None if K is None else SeveralIds(launcher, rows, layout, K, whole, self._shards)
+        self._several = None if K is None else SeveralIds(launcher, rows, layout, mantissa, K, whole, self._shards)
 
     def forward(self, call: LogprobCall) -> tuple[LogprobResult, Tensor, Tensor, SupportBitmask | None, Several | None]:
         """The result, and what the gradient needs of the ids, the rows, the kept ids and the listed ones."""
@@ -131,11 +133,11 @@ class _Host:
         kept = None if call.support is None else support_bitmask(call.support, V, *whole)
         ids = call.ids if shard is None else ids_of_group(call.ids, shard.V, several=several is not None)
         of = self._read(ids, T, call.mask, kept)  # type: ignore[arg-type]  # a tensor where there is no number
-        ids, logits = of.ids, self._lying(call.logits)
+        ids, logits, coded = of.ids, readable(self._lying(call.logits)), coded_of(call)
         local = of if shard is None else of._replace(ids=local_ids(ids, shard.offset))
         here = call.ids if shard is None else local.ids
         if several is not None:
-            y = several.logits(logits, local)
+            y = several.logits(logits, coded, local)
             of = of._replace(ids=several.rows.chosen(ids, of.mask, y))
             local = of if shard is None else of._replace(ids=of.ids - shard.offset)
         if self._keep:
@@ -143,7 +145,7 @@ class _Host:
         else:
             room = torch.empty(sum(self._room), dtype=torch.float32, device=self._device)
             parts, saved = room.unsafe_split_with_sizes(self._room)
-        self._partial(logits, local, parts)
+        self._partial(logits, local, parts, coded.scales)
         if shards is not None:
             parts = shards.gathered(parts)
         row = self._merge(parts, of, saved)
@@ -153,7 +155,7 @@ class _Host:
             many = Several(local.ids, row.invalid, y)
         best, of_best, n = None, None, self._n
         if n:
-            best, of_best = _top_logprobs(call.logits.detach(), n, self._rows, of)
+            best, of_best = _top_logprobs(readable(call.logits.detach()), coded, n, self._rows, of)
             best, of_best = best.view(*self._shape, n), of_best.view(*self._shape, n)
         result = filled(
             LogprobResult, logprob=values, lse=row[1], entropy=row[2], top_ids=best, top_logprobs=of_best,
@@ -208,45 +210,48 @@ class SeveralIds:
     """The launch that reads the logits of listed ids, beside those for logits of any origin."""
 
     def __init__(
-        self, launcher: Launcher, rows: RowShape, layout: RowLayout, K: int, whole: int, shards: Shards | None
-    ) -> None:
+        self, launcher: Launcher, rows: RowShape, layout: RowLayout, mantissa: int, K: int, whole: int,
+        shards: Shards | None,
+    ) -> None:  # fmt: skip
         self.rows, self._shards = ListedRows(launcher, rows, K, whole, sharded=shards is not None), shards
         self._size, self._grid = (rows.N, K), (rows.N, 1, 1)
         self._launch = launcher.bind(
             kernels.listed_logits, num_warps=WARPS, **layout._asdict(), softcap=rows.softcap or 0.0, V=rows.V, K=K,
-            HAS_MASK=rows.masked, HAS_CAP=rows.softcap is not None, ENTRIES=ENTRIES,
+            HAS_MASK=rows.masked, HAS_CAP=rows.softcap is not None, EIGHT_BITS=mantissa, ENTRIES=ENTRIES,
         )  # fmt: skip
 
-    def logits(self, logits: Tensor, of: RowTensors) -> Tensor:
+    def logits(self, logits: Tensor, coded: Coded, of: RowTensors) -> Tensor:
         """[N, K] fp32 logits under the cap, of which those of masked rows are not written.
 
         With a group ids are counted from this rank's first.
         """
         y = torch.empty(self._size, dtype=torch.float32, device=logits.device)
         if self._grid[0]:
-            self._launch(self._grid, logits, of.ids, of.mask_or_any, y)
+            self._launch(self._grid, logits, coded.scales, of.ids, of.mask_or_any, y)
         if self._shards is not None:
             self._shards.add(y)
         return y
 
 
 class PartialSoftmax:
-    """The launch that reads logits: statistics of each part of each row."""
+    """The launch that reads logits: statistics of each part of each row. mantissa: of `Coded`."""
 
-    def __init__(self, launcher: Launcher, rows: RowShape, layout: RowLayout, *, moment: bool) -> None:
+    def __init__(
+        self, launcher: Launcher, rows: RowShape, layout: RowLayout, *, moment: bool, mantissa: int = 0
+    ) -> None:
         self.P = triton.cdiv(rows.V, kernels.PART)
         self.planes = PLANES[rows.kept_row_bytes is not None]
         self.numbers = self.planes * rows.N * self.P  # of what it writes
         self._grid = (rows.N, self.P, 1)
         self._launch = launcher.bind(
             kernels.partial_softmax, num_warps=kernels.STATS_WARPS, **_fixed(rows, layout), MOMENT=moment,
-            PART=kernels.PART, TILE=kernels.TILE,
+            EIGHT_BITS=mantissa, PART=kernels.PART, TILE=kernels.TILE,
         )  # fmt: skip
 
-    def __call__(self, logits: Tensor, of: RowTensors, parts: Tensor) -> None:
-        """Write [planes, N, P] statistics."""
+    def __call__(self, logits: Tensor, of: RowTensors, parts: Tensor, scales: Tensor | None = None) -> None:
+        """Write [planes, N, P] statistics. scales: of `Coded`."""
         if self._grid[0]:
-            self._launch(self._grid, logits, of.ids, of.mask_or_any, *of.temperatures, of.bits_or_any, parts)
+            self._launch(self._grid, logits, scales, of.ids, of.mask_or_any, *of.temperatures, of.bits_or_any, parts)
 
 
 class SoftmaxBackward:
@@ -291,24 +296,24 @@ def _fixed(rows: RowShape, layout: RowLayout) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _top_logprobs(logits: Tensor, n: int, rows: RowShape, of: RowTensors) -> tuple[Tensor, Tensor]:
+def _top_logprobs(logits: Tensor, coded: Coded, n: int, rows: RowShape, of: RowTensors) -> tuple[Tensor, Tensor]:
     """[N, n] most likely ids and their log-probabilities, by one more read with the best id as the chosen one.
 
     So the best one keeps its precision; the others have p <= 1/2. Launches are bound for this call alone.
     """
     x, N, device = rows_of(logits), rows.N, logits.device
     counted, T = (None if t is None else t.view(-1) for t in (of.mask, of.T))
-    ids = best_ids(x, rows.V, N, n)
+    ids = best_ids(x, coded, rows.V, N, n)
     number = rows.T or 1.0
     rows = rows._replace(T=number if T is None else None, kept_row_bytes=None)
     of = RowTensors(ids[:, 0].contiguous(), T, counted)
     launcher = plain_launcher_for(device)
-    partial = PartialSoftmax(launcher, rows, x.layout, moment=False)
+    partial = PartialSoftmax(launcher, rows, x.layout, moment=False, mantissa=coded.mantissa)
     parts = torch.empty(partial.planes, N, partial.P, dtype=torch.float32, device=device)
-    partial(x.data, of, parts)
+    partial(x.data, of, parts, coded.scales)
     merge = MergeSoftmax(launcher, rows, rows.V, partial.P, of.ids.shape, device, keep=True, moment=False)
     found = merge(parts, of, None)
     values = log_probabilities(
-        x, ids, number if T is None else T, counted, rows.softcap, found.logprob, found.saved.view(SAVED_PLANES, N)
+        x, coded, ids, number if T is None else T, counted, rows.softcap, found.logprob, found.saved.view(SAVED_PLANES, N)
     )
     return ids if counted is None else torch.where(counted[:, None], ids, -1), values
