@@ -37,6 +37,7 @@ def logprob() -> Changes:
     return law() | {
         "top_logprobs": Change(3),
         "validate": Change(True, {"ids": ids(N) + V}),
+        "logits_scale": Change(2.0, {"logits": draw(N, V).to(torch.float8_e4m3fn), "logits_scale": 1.0}),
         "group": Change(None),
     }
 

@@ -40,7 +40,8 @@ def example(op: str, *, cut: bool = True, **change: Any) -> Example:
     def run(*values: Any) -> Any:
         return call(**dict(zip(names, values)), **rest)  # noqa: B905  a strict zip is not traced by every torch
 
-    wanted = tuple(names.index(n) for n in spec.differentiable if spec.carrying and isinstance(given.get(n), Tensor))
+    wide = {n for n, x in given.items() if isinstance(x, Tensor) and x.element_size() > 1}  # 8 bits have no gradient
+    wanted = tuple(names.index(n) for n in spec.differentiable if spec.carrying and n in wide)
     rows = tuple(i for i, x in enumerate(tensors.values()) if cut and isinstance(x, Tensor) and x.shape[0] == N)
     return Example(op, run, tuple(tensors.values()), wanted, rows)
 
@@ -53,6 +54,7 @@ EXAMPLES = (
     example("logprob", temperature=0.7, mask=MASK, entropy=True, top_logprobs=3),
     example("logprob", support=SUPPORT, cut=False),
     example("logprob", ids=ids(N, 3), mask=MASK, top_logprobs=3),
+    example("logprob", logits=LOGITS.to(torch.float8_e4m3fn), logits_scale=torch.full((N,), 0.5)),
     example("linear_logprob", entropy=True, logit_scale=0.5),
     example("linear_logprob", ids=ids(N, 3), entropy=True),
     example("linear_logprob", lora=LoRA(draw(2, D), draw(V, 2), 0.5)),

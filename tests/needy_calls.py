@@ -60,6 +60,9 @@ def weights() -> list[Call]:
     return [{"w": rlk.quantize(draw(V, D), spec)} for spec in formats()]
 
 
+CODED: Call = {"logits": draw(N, V).to(torch.float8_e5m2), "logits_scale": PER_ROW}
+
+
 def more(group: Any) -> Mapping[str, list[Call]]:
     """Changes of the base call; `group` is a process group."""
     head = [
@@ -75,7 +78,7 @@ def more(group: Any) -> Mapping[str, list[Call]]:
     grouped = [kind for kind, row in ADVANTAGES.items() if set(row.requires) == {"group"}]
     divergences = [{"temperature": PER_ROW}, *({"kind": kind} for kind in DIVERGENCES)]
     return {
-        "logprob": [{"temperature": PER_ROW}, {"validate": True}, {"ids": ids(N, 3)}, {"group": group}],
+        "logprob": [{"temperature": PER_ROW}, {"validate": True}, {"ids": ids(N, 3)}, {"group": group}, CODED],
         "linear_logprob": [*head, {"backward": "recompute"}, {"ids": ids(N, 3)}, QUANTIZED_HEAD],
         "policy_loss": [*losses(), {"process_group": group}],
         "divergence": divergences,

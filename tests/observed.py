@@ -44,6 +44,8 @@ def refused_with_gradient(operator: str, given: dict[str, Any]) -> tuple[str, ..
     """Arguments that are refused where they ask for a gradient."""
     if operator == "attention" and given.get("page_table") is not None:
         return "k", "v"
+    if operator == "logprob" and given["logits"].element_size() == 1:
+        return ("logits",)
     return ("weight",) if operator == "quantize" else ()
 
 

@@ -31,7 +31,8 @@ BESIDE = {"linear_divergence": ("weight",), "grouped_linear": ("weight",), "rope
 def cast(operator: str, dtype: str) -> dict[str, object]:
     given = base(operator)
     names = given if operator in ONE_DTYPE else (OPERATORS[operator].primary, *BESIDE.get(operator, ()))
-    return given | {name: given[name].to(getattr(torch, dtype)) for name in names}
+    scale = {"logits_scale": 1.0} if operator == "logprob" and dtype.startswith("float8") else {}
+    return given | scale | {name: given[name].to(getattr(torch, dtype)) for name in names}
 
 
 def claimed(operator: str) -> tuple[str, ...]:

@@ -436,6 +436,7 @@ class _LogprobFunction(Protocol[_R_co]):
         top_logprobs: int = 0,
         support: Support | None = None,
         validate: bool = False,
+        logits_scale: float | Tensor | None = None,
         group: ProcessGroup | None = None,
     ) -> _R_co: ...
 

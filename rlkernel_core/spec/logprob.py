@@ -97,10 +97,10 @@ class LogprobCall(OpCall[LogprobResult]):
             counts as kept; an id kept twice counts once; ids beyond the last offset are ignored. Entropy, lse and
             top stay those of softmax(z). For one id per row alone.
         validate: check ids, temperatures and support on the host (synchronizes) and raise.
-        logits_scale: what logits of 8 bits (float8_e4m3fn, float8_e5m2) are multiplied by, the law being that of
-            `logits.float() * logits_scale`: a number > 0, or a tensor broadcastable to [...], an entry of which that is
-            not positive and finite spoils its row. Such logits need one, and have no gradient; no other logits take one.
-            With `group` it is that of this rank's logits.
+        logits_scale: what logits of 8 bits (float8_e4m3fn, float8_e5m2) are multiplied by, so that the law is that of
+            `logits.float() * logits_scale`: a number > 0, or a tensor broadcastable to [...], whose entries that are
+            not positive and finite spoil their rows. Such logits need one and have no gradient; others take none. With
+            `group` it is that of this rank's logits.
         group: process group over which the vocabulary is split, shards in rank order, of equal size or not, as a
             tensor-parallel output head leaves its logits. ids, mask, temperature, support and upstream gradients are
             the same on all ranks, and so are the results, bit by bit; they may differ in their last bits from those of

@@ -174,4 +174,12 @@ CLAUSES: Final = (
         "side_effect",
         "group",
     ),
+    Clause(
+        "LP-35",
+        "logits of 8 bits",
+        "results are those of float32(logits) times the scale, one in all or one per row, subnormal codes included; a "
+        "scale that is not positive and finite gives NaN in its row and changes no bit of another",
+        "law",
+        "logits_scale",
+    ),
 )

@@ -194,10 +194,8 @@ def _at(
     """[N, K] logits at listed ids, before the cap, any number where there is none; no row is copied."""
     local = ids - shard.offset
     at = local.clamp(0, flat.shape[-1] - 1)
-    if flat.dim() == 2:
-        found = flat.gather(1, at)
-    else:
-        found = flat.gather(-1, at.view(*flat.shape[:-1], -1)).reshape(ids.shape)
+    places = at if flat.dim() == 2 else at.view(*flat.shape[:-1], -1)
+    found = flat.gather(-1, places).reshape(ids.shape)
     y = found.to(dtype) if coded is None else found.view(coded.kind).to(dtype) * coded.scale[:, None]
     if shard.group is not None:
         y = torch.where(at == local, y, 0.0)

@@ -94,6 +94,22 @@ def first_of_many(T: Any) -> Any:
     return T[:1] if isinstance(T, Tensor) and T.dim() else T
 
 
+def rounded_scale(scale: Any) -> Any:
+    return torch.as_tensor(scale).bfloat16().float()
+
+
+def some_scale(scale: Any) -> Any:
+    return torch.where(scale.isfinite() & (scale != 0), scale.abs(), 1.0) if isinstance(scale, Tensor) else scale
+
+
+def without_subnormal_codes(logits: Tensor) -> Tensor:
+    if logits.element_size() > 1:
+        return logits
+    return torch.where(logits.float().abs() < torch.finfo(logits.dtype).tiny, 0, logits.view(torch.uint8)).view(
+        logits.dtype
+    )
+
+
 def clamped(T: Any) -> Any:
     return max(T, 1e-6) if isinstance(T, float) else T
 
@@ -184,6 +200,19 @@ BUGS: Final = {
     "remembers_by_size": Bug("LP-21", "results remembered by address (KernelBench)", remembers_by_size),
     "anonymous_errors": plant.anonymous_errors("LP-24"),
     "asks_the_host": plant.reads_a_value("LP-23", lambda c: c.logits),
+    "scale_of_8_bits_ignored": Bug(
+        "LP-35", "codes of 8 bits taken as logits, without their scale", plant.maps(logits_scale=lambda _: 1.0)
+    ),
+    "scale_of_the_first_row": Bug(
+        "LP-35", "the first row's scale for all rows", plant.maps(logits_scale=first_of_many)
+    ),
+    "scale_in_16_bits": Bug("LP-35", "scales rounded to bf16", plant.maps(logits_scale=rounded_scale)),
+    "subnormal_codes_are_zero": Bug(
+        "LP-35", "subnormal codes of 8-bit floats flushed to 0", plant.maps(logits=without_subnormal_codes)
+    ),
+    "any_scale_is_taken": Bug(
+        "LP-35", "negative and infinite scales taken as they are", plant.maps(logits_scale=some_scale)
+    ),
     **OF_LOGITS,
     **logprob_ranks.BUGS,
 }

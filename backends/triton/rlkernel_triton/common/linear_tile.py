@@ -69,9 +69,9 @@ def dot_of_decoded(h, w, acc):
 
 @triton.jit
 def tile_logits(
-    x, weight, bias, inner, factor, r, inside, column, first, D, V, rank, x_stride, head_stride, head_step, factor_stride,
-    factor_step, scale, HAS_BIAS: tl.constexpr, HAS_LORA: tl.constexpr, OPERAND: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr,
+    x, weight, bias, inner, factor, r, inside, column, first, D, V, rank, x_stride, head_stride, head_step,
+    factor_stride, factor_step, scale, HAS_BIAS: tl.constexpr, HAS_LORA: tl.constexpr, OPERAND: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """[BM, BN] of (x @ weight.T + inner @ factor.T + bias) * scale, before the cap; -inf right of V.
 

@@ -52,7 +52,7 @@ def parts_of(weight: Weight) -> list[Tensor]:
 
 
 def head_like(hidden: Tensor, weight: Weight) -> Tensor:
-    """A stored head, or for a quantized one a contiguous tensor without memory, of the type its products are tiled by."""
+    """A stored head, or for a quantized one a tensor without memory, of the type by which its products are tiled."""
     if isinstance(weight, Tensor):
         return weight
     return torch.empty(weight.shape, dtype=hidden.dtype, device="meta")

@@ -19,9 +19,9 @@ from torch import Tensor
 from rlkernel_common import vocab_parallel
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
-from rlkernel_core.spec.form import filled
 from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_core.reasons import Reason
+from rlkernel_core.spec.form import filled
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall, stored_head
 from rlkernel_core.spec.listed_ids import ids_per_row
 from rlkernel_core.spec.logprob import LogprobResult

@@ -314,6 +314,13 @@ def _top_logprobs(logits: Tensor, coded: Coded, n: int, rows: RowShape, of: RowT
     merge = MergeSoftmax(launcher, rows, rows.V, partial.P, of.ids.shape, device, keep=True, moment=False)
     found = merge(parts, of, None)
     values = log_probabilities(
-        x, coded, ids, number if T is None else T, counted, rows.softcap, found.logprob, found.saved.view(SAVED_PLANES, N)
+        x,
+        coded,
+        ids,
+        number if T is None else T,
+        counted,
+        rows.softcap,
+        found.logprob,
+        found.saved.view(SAVED_PLANES, N),
     )
     return ids if counted is None else torch.where(counted[:, None], ids, -1), values

@@ -118,5 +118,7 @@ def log_probabilities(
             HAS_T=isinstance(T, Tensor), HAS_CAP=softcap is not None, EIGHT_BITS=coded.mantissa,
             WIDTH=triton.next_power_of_2(n),
         )  # fmt: skip
-        launch((N,), rows.data, coded.scales, ids, ids if mask is None else mask, T, softcap or 0.0, logprob, saved, out)
+        launch(
+            (N,), rows.data, coded.scales, ids, ids if mask is None else mask, T, softcap or 0.0, logprob, saved, out
+        )
     return out

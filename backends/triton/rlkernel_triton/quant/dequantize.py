@@ -90,8 +90,9 @@ def _bind_groups(launcher: Launcher, w: QuantTensor, first: int, last: int) -> _
     grid = (triton.cdiv(N - first, R) * triton.cdiv(K - (start or 0) // C * C, C), 1, 1)
     launch = launcher.bind(
         dequantize_kernel, options=formats.EXACT, first=first, row_bytes=(K + 1) // 2, **formats.scale_grid(w),
-        N=N, K=K, start=start, FLAT=flat, R=R, C=C, TILED=w.layout == formats.W4, SYMMETRIC=w.spec.symmetric, NESTED=w.spec.double_quant,
-        INTERPRETED=INTERPRETED, **formats.Element.of(w.spec).constants,
+        N=N, K=K, start=start, FLAT=flat, R=R, C=C, TILED=w.layout == formats.W4,
+        SYMMETRIC=w.spec.symmetric, NESTED=w.spec.double_quant, INTERPRETED=INTERPRETED,
+        **formats.Element.of(w.spec).constants,
     )  # fmt: skip
     names = formats.part_names(w)[1:]
     contiguous = all(w.parts[n].is_contiguous() for n in names)

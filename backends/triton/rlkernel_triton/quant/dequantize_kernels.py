@@ -56,9 +56,10 @@ def load_group_values(
     SYMMETRIC: tl.constexpr, NESTED: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """[R, C] fp32: values of rows from `row` on, columns from `column` on, a multiple of C; parts as `dequantize_kernel`.
+    """[R, C] fp32: values of rows from `row` on, columns from `column` on, a multiple of C.
 
-    GROUP columns and SCALE_ROWS rows share a scale, all where 0; GROUP divides C, or C it.
+    Parts are as in `dequantize_kernel`. GROUP columns and SCALE_ROWS rows share a scale, all where 0; GROUP divides C,
+    or C it.
     """
     n = row + tl.arange(0, R)
     k = column + tl.arange(0, C)
