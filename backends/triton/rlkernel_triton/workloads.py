@@ -77,6 +77,13 @@ _LOGPROB: Final = {
         {"logits": _real(8, _V, dtype=BF16), "ids": _whole(8), "top_logprobs": 20, "softcap": 30.0,
          "temperature": _real(8), "mask": _flags(8)},
     ),
+    "e4m3fn, entropy, top 20": Workload(
+        {"logits": _real(8, _V, dtype=torch.float8_e4m3fn), "ids": _whole(8), "logits_scale": _real(8),
+         "entropy": True, "top_logprobs": 20},
+    ),
+    "e5m2, 64 ids a row": Workload(
+        {"logits": _real(260, _V, dtype=torch.float8_e5m2), "ids": _whole(260, 64), "logits_scale": _real(260)},
+    ),
     **{
         f"{name}, 64 ids a row": Workload(
             {"logits": _real(260, _V, dtype=dtype, grad=True), "ids": _whole(260, 64), "entropy": True},

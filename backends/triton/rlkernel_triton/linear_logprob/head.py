@@ -199,7 +199,7 @@ class Head:
         """dX [..., D], dW [V, D], dbias [V], dA [r, D], dB [V, r], each only where wanted; put: several ids a row."""
         # Every block writes its rows and columns, so that no gradient need begin as zeros.
         d_hidden, d_weight, d_bias = (
-            torch.empty_like(x, memory_format=torch.contiguous_format) if want and x is not None else None
+            torch.empty_like(x, memory_format=torch.contiguous_format) if want and isinstance(x, Tensor) else None
             for x, want in zip((of.hidden, of.weight, of.bias), wanted[:3], strict=True)
         )
         low = None if self._low_rank is None else self._low_rank.begin(of, wanted)

@@ -169,12 +169,12 @@ class _Head:
         self._capped = self.tile if call.softcap is None or quantized else tile_of(hidden, weight, "stats+")
         same = hidden.dtype == weight.dtype and not INTERPRETED  # the interpreter's 16-bit products are wrong
         self._softcap, self._scale = call.softcap, float(call.logit_scale)
-        self._fixed = {
+        self._fixed: dict[str, Any] = {
             "D": self.D, "x_stride": near.stride(0), "scale": self._scale, "softcap": call.softcap or 0.0,
             "HAS_BIAS": bias is not None, "OPERAND": OPERAND_TYPES[hidden.dtype if same else torch.float32],
             **strides(call.lora),
         }  # fmt: skip
-        self._strides = {"head_stride": weight.stride(0), "head_step": weight.stride(1)}
+        self._strides: dict[str, Any] = {"head_stride": weight.stride(0), "head_step": weight.stride(1)}
         self._launches: dict[bool, Launch] = {}
         self._decoded: dict[bool, Callable[..., None]] = {}
         if not isinstance(head, Tensor):

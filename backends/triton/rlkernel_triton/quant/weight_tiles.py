@@ -36,8 +36,10 @@ E2M1: Final = tl.constexpr(3)
 def kind_of(w: QuantTensor) -> int:
     """How the weight is read."""
     if formats.is_of_blocks(w.spec):
-        return (E2M1 if w.layout == formats.E2M1 else BLOCKS).value
-    return (FLAT if is_flat(w) else GROUPS).value
+        kind: int = (E2M1 if w.layout == formats.E2M1 else BLOCKS).value
+    else:
+        kind = (FLAT if is_flat(w) else GROUPS).value
+    return kind
 
 
 def tile_parts(w: QuantTensor) -> tuple[Tensor, ...]:
