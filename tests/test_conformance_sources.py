@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
 import rlkernel as rlk
+import rlkernel_core
 from rlkernel import sources
 from rlkernel.sources import targets_of
 from rlkernel_conformance.example_calls import base
 from rlkernel_conformance.manifests import sources_of
 from rlkernel_core.manifest import Backend, Impl, Requires
+from rlkernel_core.quant.codec import codec_of
+from rlkernel_core.quant.spec import FORMATS
 from rlkernel_core.spec import OPERATORS
 from rlkernel_torch import backend as plain_torch
 
@@ -159,6 +164,41 @@ def test_an_operator_more_in_the_catalog_leaves_the_fingerprints_of_others() -> 
         "rlkernel_core.spec:_Catalog",
         "rlkernel_core.spec:OPERATORS",
     }
+
+
+@pytest.fixture
+def of_changed_core(tmp_path, monkeypatch):
+    """The sources of an operator of plain torch, where a file of the contract reads otherwise."""
+    copied, home = tmp_path / "rlkernel_core", sources._home
+    shutil.copytree(Path(rlkernel_core.__file__).parent, copied, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(sources, "_home", lambda package: copied if package == "rlkernel_core" else home(package))
+
+    def of(op, file="", old="", new=""):
+        if file:
+            text = (copied / file).read_text()
+            assert old in text
+            (copied / file).write_text(text.replace(old, new))
+        return sources_of(plain_torch, f"{op}@1", "cpu")
+
+    return of
+
+
+def test_a_change_of_a_codec_changes_the_sources_of_operators_with_quantized_weights_alone(of_changed_core) -> None:
+    ops = ("quantize", "qmatmul", "linear_logprob", "logprob", "linear")
+    before = {op: of_changed_core(op) for op in ops}
+    of_changed_core("quantize", "quant/nf4.py", "def decode(", "def decode(  # rows\n")
+    assert {op: of_changed_core(op) for op in ops} == before
+    of_changed_core("quantize", "quant/nf4.py", "stop * shape[1]", "stop")
+    changed = {op for op in ops if of_changed_core(op) != before[op]}
+    assert changed == {"quantize", "qmatmul", "linear_logprob"}
+
+
+def test_every_codec_is_among_the_sources_of_quantize_and_qmatmul() -> None:
+    codecs = {type(codec_of(row.spec)) for row in FORMATS.values()}
+    places = {f"{codec.__module__}:{codec.__name__}" for codec in codecs}
+    for op in ("quantize@1", "qmatmul@1"):
+        found = {place for _, place in sources.reached(t for i in plain_torch.of(op) for t in targets_of(i))}
+        assert places - found == set()
 
 
 def test_an_implementation_for_another_device_does_not_count() -> None:

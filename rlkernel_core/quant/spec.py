@@ -1,7 +1,7 @@
 """Which quantized formats exist: one table row each, and the frozen `QuantSpec` that says everything about one.
 
 A format is a name in `FORMATS`. Its row holds the default spec, the options a spec of that name may change, and the
-module of this package that holds its codec: a new format is one codec file (or an old one) and one row.
+name of its codec in `rlkernel_core.quant.codec`: a new format is one codec file (or an old one) and one row.
 
 Legend: a scale is shared by `rows` rows times `group` columns of the weight [Nout, K]; 0 stands for all of them.
 Imports no torch: the operators' specs read this table.
@@ -78,7 +78,7 @@ class Format:
     """A row of the table: the default spec of a name, what may differ, and where its codec is."""
 
     spec: QuantSpec
-    codec: str  # module of rlkernel_core.quant that holds CODEC
+    codec: str  # name in rlkernel_core.quant.codec
     text: str  # one line for tables
     options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # option -> values it may have
 
@@ -195,7 +195,7 @@ def _rows() -> tuple[Format, ...]:
     )
 
 
-# format -> its row: the default spec, the options that may change, the codec's module
+# format -> its row: the default spec, the options that may change, the codec's name
 FORMATS: Final[Mapping[str, Format]] = {row.spec.format: row for row in _rows()}
 
 
