@@ -97,11 +97,18 @@ class Head(NamedTuple):
 
     def block(self, rows: slice) -> Tensor:
         """[R, D + r] of hidden, and of its product with A; zeros below the last row."""
-        x = torch.zeros(ROWS, self.D, dtype=self.dtype, device=self.hidden.device)
         some = take(self.hidden, self.place(rows))
         if self.counted is not None:
             some = torch.where(self.counted[rows, None], some, 0.0)
-        x[: rows.stop - rows.start] = some
+        return self._wide(some)
+
+    def at(self, rows: Tensor) -> Tensor:
+        """The same of up to R rows, counted among all N, whether they are worked on or not."""
+        return self._wide(take(self.hidden, rows))
+
+    def _wide(self, some: Tensor) -> Tensor:
+        x = torch.zeros(ROWS, self.D, dtype=self.dtype, device=self.hidden.device)
+        x[: some.shape[0]] = some
         if self.lora is None:
             return x
         return torch.cat((x, self.lora.scale * product(x, self._factor(self.lora).T)), 1)
