@@ -16,9 +16,10 @@ from rlkernel_conformance.bad_layer_arguments import OF_LAYERS
 from rlkernel_conformance.example_calls import B, D, N, T, V, draw, ids, logprobs, tokens
 from rlkernel_core.quant import QuantTensor, quantize
 from rlkernel_core.spec import OPERATORS
+from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.policy_loss import Correction, Rejection
 from rlkernel_core.spec.qmatmul import LoRA
-from rlkernel_core.spec.sampling import Penalties
+from rlkernel_core.spec.sampling import Penalties, TokenLists
 from rlkernel_core.spec.shape_rewards import RunningMoments
 
 # What no argument of any operator is.
@@ -169,6 +170,15 @@ DENSE = torch.zeros(B, T)
 STEPS = {"rewards": DENSE, "group": None}
 PAIRED = {"kind": "gae", "values": torch.zeros(6), "cu_seqlens": torch.tensor([0, 2, 5])}
 VTRACE = {**STEPS, "kind": "vtrace", "values": DENSE, "ratio": DENSE}
+LISTS = TokenLists(ids(9), torch.arange(N + 1))
+BAD_LISTS: list[tuple[str, dict[str, Any]]] = [
+    ("ids.ids", {"ids": TokenLists(draw(9), LISTS.offsets)}),
+    ("ids.ids", {"ids": TokenLists(ids(3, 3), LISTS.offsets)}),
+    ("ids.offsets", {"ids": TokenLists(LISTS.ids, LISTS.offsets[1:])}),
+    ("ids.offsets", {"ids": TokenLists(LISTS.ids, LISTS.offsets.float())}),
+    ("ids.offsets", {"ids": TokenLists(LISTS.ids, LISTS.offsets.to("meta"))}),
+    ("support", {"ids": LISTS, "support": Support(LISTS.ids, LISTS.offsets)}),
+]
 BAG = {name: draw(9) for name in ("logprob", "old_logprob", "advantages")}  # tokens of no sequence
 OTHER = torch.zeros(B, T + 1)
 LENGTHS = torch.full((B,), T)
@@ -188,6 +198,7 @@ REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
         ("top_logprobs", {"top_logprobs": V + 1}),
         ("top_logprobs", {"top_logprobs": 1, "group": SimpleNamespace(rank=int, size=int)}),
         *BAD_SCORES,
+        *BAD_LISTS,
     ],
     "linear_logprob": lambda: [
         ("bias", {"bias": torch.zeros(V + 1)}),
@@ -199,8 +210,10 @@ REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
         ("weight", {"weight": stored(V), "ids": ids(N, 3)}),
         ("weight", {"weight": stored(V, "meta")}),
         ("weight", {"weight": quantize(draw(V, D), "int8_w8a8")}),
+        ("weight", {"weight": stored(V), "ids": LISTS}),
         *BAD_LORA,
         *BAD_SCORES,
+        *BAD_LISTS,
     ],
     "sample": lambda: [
         ("top_k", {"top_k": 2.0}),
