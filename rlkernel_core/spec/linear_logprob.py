@@ -83,6 +83,10 @@ class LinearLogprobCall(OpCall[LogprobResult]):
             all ranks, and so are the results, dX and dA. ids and support count in the whole vocabulary. On all ranks
             the same operands require gradients. Where `rank_invariant` is claimed, results do not depend on the number
             of ranks.
+        partial_grad: with a group, leave the gradient of hidden this rank's part, that of its columns of the
+            vocabulary, rounded to the dtype of hidden: the sum over the ranks is the gradient. For hidden states that
+            were gathered under sequence parallelism, such as by `rlkernel.sequence_parallel.gather_rows`, whose
+            backward pass adds the parts and keeps the rows of this rank.
 
     Returns:
         LogprobResult without top. logprob, lse, entropy and log_kept_mass are differentiable, once, with respect to
@@ -110,6 +114,7 @@ class LinearLogprobCall(OpCall[LogprobResult]):
     backward: str = "auto"
     max_workspace_bytes: int | None = None
     group: ProcessGroup | None = None
+    partial_grad: bool = False
 
 
 def check(call: LinearLogprobCall) -> None:
@@ -141,6 +146,14 @@ def check(call: LinearLogprobCall) -> None:
     if call.max_workspace_bytes is not None:
         checks.integer("max_workspace_bytes", call.max_workspace_bytes, at_least=1)
     checks.process_group("group", call.group)
+    check_partial_grad(call)
+
+
+def check_partial_grad(call: Any) -> None:
+    """A part of a gradient is one of several: there is a group."""
+    checks.flags(partial_grad=call.partial_grad)
+    if call.partial_grad and call.group is None:
+        raise ArgumentError("partial_grad", True, "is there with a group alone", "Pass False, or group=...")
 
 
 def check_head(weight: Any, hidden: Tensor) -> None:
@@ -228,6 +241,7 @@ SPEC = OpSpec(
             "max_workspace_bytes", "extra memory stays below the caller's limit, or a typed error names the minimum"
         ),
         Feature("group", "the vocabulary is split over a process group"),
+        Feature("partial_grad", "the gradient of hidden is left as this rank's part, for a reduce-scatter"),
         Feature(
             "rank_invariant",
             f"results have the same bits on 1, 2, 4 and 8 ranks with equal shards, and without a group, where V is a "

@@ -222,6 +222,14 @@ CLAUSES: Final = (
         "gradient",
         "ragged_ids",
     ),
+    Clause(
+        "LL-44",
+        "partial gradient",
+        "with partial_grad the ranks' dX add up to the whole's, and each is that of its rank's columns; dA is the "
+        "whole's, and all else has the bits of the call without it",
+        "gradient",
+        "partial_grad",
+    ),
 )
 TOLERANCES: Final = (
     Tolerance("logprob", "float32", 1e-4, 1e-5, "fp32 accumulation over D <= 4096, logits up to 30"),

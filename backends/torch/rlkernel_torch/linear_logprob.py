@@ -73,6 +73,7 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
         super().__init__(call)
         self._T = call.temperature if isinstance(call.temperature, float | int) else None
         self._softcap, self._scale, self._group = call.softcap, call.logit_scale, call.group
+        self._partial = call.partial_grad
         self._quantized = None if isinstance(call.weight, Tensor) else call.weight.flatten()[1]
         self._lora_scale = 0.0 if call.lora is None else call.lora.scale
         self._rows, self._K = call.hidden.shape[:-1], ids_per_row(call.ids, call.hidden)
@@ -128,7 +129,7 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
             listed=listed,
         )
         of_hidden, of_weight, of_bias, of_A, of_B = self.wanted
-        d_hidden, d_A = back.hidden_and_factor(self._group, of_hidden=of_hidden, of_factor=of_A)
+        d_hidden, d_A = back.hidden_and_factor(self._group, partial=self._partial, of_hidden=of_hidden, of_factor=of_A)
         d_weight, d_bias, d_B = back.rows_of_head(of_weight=of_weight, of_bias=of_bias, of_lora=of_B)
         return None if d_hidden is None else d_hidden.view(hidden.shape), d_weight, d_bias, d_A, d_B
 
@@ -305,9 +306,12 @@ class _Back(NamedTuple):
     listed: listed_ids.ListedGradient | None  # at ids counted as above
 
     def hidden_and_factor(
-        self, group: dist.ProcessGroup | None, *, of_hidden: bool, of_factor: bool
+        self, group: dist.ProcessGroup | None, *, partial: bool, of_hidden: bool, of_factor: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """[..., D], zeros in the rows that were left out, and [r, D] of A; each only where wanted."""
+        """[..., D], zeros in the rows that were left out, and [r, D] of A; each only where wanted.
+
+        Both are sums over the ranks, but [..., D] where it is to be this rank's part.
+        """
         head, lora = self.head, self.head.lora
         every = torch.zeros_like(head.hidden, memory_format=torch.contiguous_format) if of_hidden else None
         total = None if lora is None or not of_factor else self.T.new_zeros(lora.A.shape)
@@ -316,7 +320,7 @@ class _Back(NamedTuple):
             dx = torch.zeros_like(x)
             for tile in head.tiles():
                 add_product(dx, self._logits(x, rows, tile), head.tile(tile))
-            if group is not None:
+            if group is not None and not partial:
                 vocab_parallel.add(dx, group)
             if every is not None:
                 grad, done = every.view(-1, head.D), head.to_hidden(dx)[: rows.stop - rows.start].to(every.dtype)
@@ -326,6 +330,8 @@ class _Back(NamedTuple):
                     grad.index_copy_(0, head.active[rows], done)
             if total is not None:
                 head.add_to_factor(total, dx, x)
+        if total is not None and group is not None and partial:
+            vocab_parallel.add(total, group)
         return every, None if total is None or lora is None else total.to(lora.A.dtype)
 
     def rows_of_head(

@@ -160,7 +160,7 @@ class _Host:
         listed = listed_shape(call.ids, call.hidden) is not None
         self._several = SeveralIds(launcher, call, rows, whole) if listed else None
         self._keep, self._rest = keep, 0 if keep else SAVED_PLANES * N
-        self._group, self._shape, self._T_given = group, shape, T is None
+        self._group, self._shape, self._T_given, self._partial = group, shape, T is None, call.partial_grad
         self._supported, self._masked = support is not None, call.mask is not None
         self._ids_as_they_are = flat_ids(call.ids).is_contiguous()
         self._mask_as_it_is = call.mask is None or call.mask.is_contiguous()
@@ -238,7 +238,7 @@ class _Host:
             found = several.rows.gradient(listed, rows, stats, grads)
             if found is not None:
                 grads, put = (found.sums, *grads[1:]), several.rows.putting(listed, found, of.at())
-        return self.head.gradients(of, kept, grads, wanted, self._group, put)
+        return self.head.gradients(of, kept, grads, wanted, self._group, put, partial=self._partial)
 
     def _bias(self, bias: Tensor | None) -> Tensor | None:
         return bias if self._bias_as_it_is else bias.contiguous()  # type: ignore[union-attr]  # it is there
