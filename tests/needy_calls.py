@@ -67,6 +67,7 @@ def more(group: Any) -> Mapping[str, list[Call]]:
         {"temperature": PER_ROW},
         {"weight": draw(V, D).bfloat16()},
         {"group": group},
+        {"group": group, "partial_grad": True},
         {"max_workspace_bytes": 2**30},
     ]
     joint = {"filter_order": "joint", "top_k": 3, "top_p": 0.5}

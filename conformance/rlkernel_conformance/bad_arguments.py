@@ -211,6 +211,7 @@ REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
         ("weight", {"weight": stored(V, "meta")}),
         ("weight", {"weight": quantize(draw(V, D), "int8_w8a8")}),
         ("weight", {"weight": stored(V), "ids": LISTS}),
+        ("partial_grad", {"partial_grad": True}),
         *BAD_LORA,
         *BAD_SCORES,
         *BAD_LISTS,
