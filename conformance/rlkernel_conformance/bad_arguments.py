@@ -11,15 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlkernel_conformance.bad_head_arguments import BAD_LORA, BAD_SCORES, leaf
+from rlkernel_conformance.bad_head_arguments import BAD_LISTS, BAD_LORA, BAD_SCORES, LISTS, leaf
 from rlkernel_conformance.bad_layer_arguments import OF_LAYERS
 from rlkernel_conformance.example_calls import B, D, N, T, V, draw, ids, logprobs, tokens
 from rlkernel_core.quant import QuantTensor, quantize
 from rlkernel_core.spec import OPERATORS
-from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.policy_loss import Correction, Rejection
 from rlkernel_core.spec.qmatmul import LoRA
-from rlkernel_core.spec.sampling import Penalties, TokenLists
+from rlkernel_core.spec.sampling import Penalties
 from rlkernel_core.spec.shape_rewards import RunningMoments
 
 # What no argument of any operator is.
@@ -170,15 +169,6 @@ DENSE = torch.zeros(B, T)
 STEPS = {"rewards": DENSE, "group": None}
 PAIRED = {"kind": "gae", "values": torch.zeros(6), "cu_seqlens": torch.tensor([0, 2, 5])}
 VTRACE = {**STEPS, "kind": "vtrace", "values": DENSE, "ratio": DENSE}
-LISTS = TokenLists(ids(9), torch.arange(N + 1))
-BAD_LISTS: list[tuple[str, dict[str, Any]]] = [
-    ("ids.ids", {"ids": TokenLists(draw(9), LISTS.offsets)}),
-    ("ids.ids", {"ids": TokenLists(ids(3, 3), LISTS.offsets)}),
-    ("ids.offsets", {"ids": TokenLists(LISTS.ids, LISTS.offsets[1:])}),
-    ("ids.offsets", {"ids": TokenLists(LISTS.ids, LISTS.offsets.float())}),
-    ("ids.offsets", {"ids": TokenLists(LISTS.ids, LISTS.offsets.to("meta"))}),
-    ("support", {"ids": LISTS, "support": Support(LISTS.ids, LISTS.offsets)}),
-]
 BAG = {name: draw(9) for name in ("logprob", "old_logprob", "advantages")}  # tokens of no sequence
 OTHER = torch.zeros(B, T + 1)
 LENGTHS = torch.full((B,), T)

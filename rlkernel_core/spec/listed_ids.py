@@ -23,10 +23,8 @@ RAGGED_IDS: Final = Feature("ragged_ids", "a list of ids of any length per row, 
 
 
 def is_ragged(ids: Any) -> TypeIs[TokenLists]:
-    """Whether ids are lists of any length."""
-    from rlkernel_core.spec.sampling import TokenLists  # which imports logprob, and that this module
-
-    return isinstance(ids, TokenLists)
+    """Whether ids are lists of any length: by their fields, since the module of TokenLists imports this one."""
+    return hasattr(ids, "offsets") and not hasattr(ids, "values")
 
 
 def check_ids(ids: Any, rows: Any, beside: Tensor, where: str) -> None:

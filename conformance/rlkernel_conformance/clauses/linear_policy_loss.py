@@ -12,6 +12,7 @@ import torch
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.call_checks import leaves, same_results
+from rlkernel_conformance.clauses import linear_policy_loss_ranks
 from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.clauses.linear_logprob_heads import (
     Head,
@@ -39,6 +40,8 @@ from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import policy_loss as oracle
 from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.policy_loss import KINDS
+
+__all__ = ["linear_policy_loss_ranks"]  # the attacks of that module are registered together
 
 WIDE = 1024  # a row of logits in fp32 is 4096 bytes: one that is kept per row of hidden shows
 
@@ -303,25 +306,6 @@ def shards_equal_the_whole(subject: Subject, case: Step) -> None:
         for _, grads in ranks:
             check_operands(subject, case, {**joined, **{n: grads[n] for n in everywhere}})
     same_results(ranks[1][0], ranks[0][0], "on another rank")
-
-
-@attack("LPL-22", lambda s: steps(s, T=3), scale=0.2)
-def parts_of_a_gradient_are_left_to_be_added(subject: Subject, case: Step) -> None:
-    """Two ranks with shards of different sizes."""
-    case = replace(case, head=replace(case.head, V=max(case.head.V, 7)))
-    given, cuts = case.given(subject), [0, case.head.V // 3, case.head.V]
-
-    def on_rank(rank: int, group: Any) -> Any:
-        mine = {**of_shard(given, slice(cuts[rank], cuts[rank + 1])), "group": group}
-        return run(subject, mine), run(subject, {**mine, "partial_grad": True})
-
-    ranks = on_ranks(subject, 2, on_rank)
-    for (out, whole), (parted, part) in ranks:
-        same_results(parted, out, "where a gradient is left a part")
-        for name in set(whole) - {"hidden", "lora.A"}:
-            same_bits(f"d{name}", part[name], whole[name], "where that of hidden is left a part")
-    if ranks[0][1][1]:
-        check_operands(subject, case, {"hidden": sum(part["hidden"] for _, (_, part) in ranks)})
 
 
 @attack("LPL-19", lambda s: steps(s, B=3, packed=False), scale=0.2)
