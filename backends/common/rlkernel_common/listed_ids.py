@@ -164,7 +164,7 @@ class ListedGradient:
         """
         self._K, self._bounded = K if position is None else None, readable(ids)
         if position is not None:
-            row = position[row]
+            row = torch.cat((position, position.new_full((1,), -1)))[row]  # the last where there are no rows at all
         there = (row >= 0) if self._bounded and position is not None else slice(None)
         self._row, self._column, self._values = row[there], ids[there], values[there]
 
