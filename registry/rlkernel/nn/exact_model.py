@@ -182,8 +182,9 @@ def exact(model: Any, *, group: ProcessGroup | None = None, split: bool = False,
         model: a causal language model of transformers; quantized layers of `rlkernel.nn` may be in it, where ranks do
             not share them.
         group: ranks (or a DeviceMesh of one dimension) that share the layers, 2, 4 or 8, each with the same model. A
-            rank keeps its heads and its part of the MLP and of the head, and the whole weights are freed. `model.lm_head.weight` is a share of the
-            vocabulary, for `linear_logprob(group=)`; logits are gathered. `whole_parameters()` gathers weights.
+            rank keeps its heads and its part of the MLP and of the head, and the whole weights are freed.
+            `model.lm_head.weight` is a share of the vocabulary, for `linear_logprob(group=)`; logits are gathered.
+            `whole_parameters()` gathers weights.
         split: add in the order of ranks that share the layers, without any: a rollout on one rank beside a trainer on
             several has the same bits. A group implies it.
         force: take a version of transformers outside the window, too, if its symbols are what they were.
