@@ -134,7 +134,8 @@ class Head(NamedTuple):
     def add_to_factor(self, into: Tensor, dx: Tensor, x: Tensor) -> None:
         """Add to the gradient of A, [r, D], from that of a block and the block."""
         if self.lora is not None:
-            into += self.lora.scale * (dx[:, self.D :].T @ x[:, : self.D])
+            with full_precision(x):
+                into += self.lora.scale * (dx[:, self.D :].T @ x[:, : self.D])
 
     def _factor(self, lora: LoRA) -> Tensor:
         return lora.A.to(self.dtype).contiguous()
