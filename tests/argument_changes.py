@@ -49,8 +49,11 @@ def on_a_head() -> Changes:
     return LORA | {"bias": Change(draw(V, seed=9)), "logit_scale": Change(0.5), "softcap": Change(2.0)}
 
 
+SPLIT: Changes = {"group": Change(None), "partial_grad": Change(True)}
+
+
 def linear_logprob() -> Changes:
-    return law() | on_a_head() | {"backward": Change("save"), "max_workspace_bytes": Change(1), "group": Change(None)}
+    return law() | on_a_head() | {"backward": Change("save"), "max_workspace_bytes": Change(1)} | SPLIT
 
 
 def loss_options(tensor: str, entropy: Any) -> Changes:
@@ -106,7 +109,7 @@ def linear_policy_loss() -> Changes:
         }
     )
     head = {name: c for name, c in law((B, T)).items() if name in {"temperature", "support"}} | on_a_head()
-    hints = {"max_workspace_bytes": Change(1), "group": Change(None)}
+    hints = {"max_workspace_bytes": Change(1), **SPLIT}
     return loss_options("hidden", True) | head | hints | {"cu_seqlens": Change(starts(*[T] * B), flat)}
 
 

@@ -15,7 +15,7 @@ from rlkernel_core.quant import QuantTensor
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.qmatmul import LoRA
-from rlkernel_core.spec.sampling import Penalties
+from rlkernel_core.spec.sampling import Penalties, TokenLists
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,17 @@ def example(op: str, *, cut: bool = True, **change: Any) -> Example:
 LOGITS, IDS, MASK = draw(N, V), ids(N), torch.tensor([True, True, False, True, True, True])
 HIDDEN, WEIGHT = draw(N, D), draw(V, D, seed=1)
 SUPPORT = Support(torch.arange(3 * N) % V, torch.arange(0, 3 * N + 1, 3))
+LISTS = TokenLists(ids(9), torch.tensor([0, 2, 2, 5, 6, 8, 8]))
 LISTED = {"teacher": draw(N, 3).log_softmax(-1) - 0.5, "teacher_ids": torch.arange(3 * N).view(N, 3)}
 EXAMPLES = (
     example("logprob", temperature=0.7, mask=MASK, entropy=True, top_logprobs=3),
     example("logprob", support=SUPPORT, cut=False),
     example("logprob", ids=ids(N, 3), mask=MASK, top_logprobs=3),
     example("logprob", logits=LOGITS.to(torch.float8_e4m3fn), logits_scale=torch.full((N,), 0.5)),
+    example("logprob", ids=LISTS, mask=MASK, cut=False),
     example("linear_logprob", entropy=True, logit_scale=0.5),
     example("linear_logprob", ids=ids(N, 3), entropy=True),
+    example("linear_logprob", ids=LISTS, entropy=True, cut=False),
     example("linear_logprob", lora=LoRA(draw(2, D), draw(V, 2), 0.5)),
     example("linear_logprob", weight=rlk.quantize(draw(V, D), "nf4")),
     example("policy_loss", mask=tokens(), kind="dapo", clip=(0.2, 0.28)),

@@ -36,6 +36,7 @@ PER_ROW = torch.linspace(0.5, 2.0, N)
 GROUP_IDS = torch.tensor([7, 7, 3, 3, 3, 7])
 
 
+LISTS = rlk.TokenLists(ids(9), torch.arange(N + 1))
 QUANTIZED_HEAD = {"weight": rlk.quantize(draw(V, D), "int4_g32")}
 
 
@@ -69,6 +70,7 @@ def more(group: Any) -> Mapping[str, list[Call]]:
         {"temperature": PER_ROW},
         {"weight": draw(V, D).bfloat16()},
         {"group": group},
+        {"group": group, "partial_grad": True},
         {"max_workspace_bytes": 2**30},
     ]
     joint = {"filter_order": "joint", "top_k": 3, "top_p": 0.5}
@@ -78,8 +80,15 @@ def more(group: Any) -> Mapping[str, list[Call]]:
     grouped = [kind for kind, row in ADVANTAGES.items() if set(row.requires) == {"group"}]
     divergences = [{"temperature": PER_ROW}, *({"kind": kind} for kind in DIVERGENCES)]
     return {
-        "logprob": [{"temperature": PER_ROW}, {"validate": True}, {"ids": ids(N, 3)}, {"group": group}, CODED],
-        "linear_logprob": [*head, {"backward": "recompute"}, {"ids": ids(N, 3)}, QUANTIZED_HEAD],
+        "logprob": [
+            {"temperature": PER_ROW},
+            {"validate": True},
+            {"ids": ids(N, 3)},
+            {"ids": LISTS},
+            {"group": group},
+            CODED,
+        ],
+        "linear_logprob": [*head, {"backward": "recompute"}, {"ids": ids(N, 3)}, {"ids": LISTS}, QUANTIZED_HEAD],
         "policy_loss": [*losses(), {"process_group": group}],
         "divergence": divergences,
         "linear_divergence": [*divergences, {"backward": "save"}],

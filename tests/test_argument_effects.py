@@ -17,6 +17,8 @@ HINTS = {
     ("logprob", "group"): "collectives: test_a_group_talks; shards: LP-31 to LP-34",
     ("linear_logprob", "backward"): "memory: test_saved_logits_are_kept_for_the_backward_pass",
     ("linear_logprob", "group"): "collectives: test_a_group_talks; shards: LL-20 to LL-22",
+    ("linear_logprob", "partial_grad"): "a part of a gradient: LL-44",
+    ("linear_policy_loss", "partial_grad"): "a part of a gradient: LPL-22",
     ("linear_divergence", "backward"): "memory: test_saved_logits_are_kept_for_the_backward_pass",
     ("linear_policy_loss", "group"): "collectives: test_a_group_talks; shards: LPL-12",
     ("linear_policy_loss", "process_group"): "collectives: test_a_group_talks; ranks: LPL-19",

@@ -24,6 +24,10 @@ def test_nodes_pass_torchs_own_check(example) -> None:
     graphs = Graphs("eager")
     result = graphs.compiled(example.run)(*arguments(example))
     ((op, args),) = graphs.calls
+    if any(t.is_floating_point() and t.element_size() == 1 for t in args[0]):
+        # Nothing is saved for a gradient, and torch's check of schemas multiplies, which no 8-bit floats do on a CPU.
+        torch.library.opcheck(op.default, args, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
+        return
     torch.library.opcheck(op.default, args)
     grads = [torch.ones_like(t.detach()) if t.requires_grad else None for t in tensors_of(result)]
     forward, backward = (

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rlkernel_common import kept_ids
+from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_torch import linear_logprob as module
 from rlkernel_torch.direct import linear_logprob, logprob
 from rlkernel_torch.head import add_product, product
@@ -65,6 +66,17 @@ def test_autocast_changes_no_bit(backward):
         results.append((out.logprob, grad))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
+
+
+def test_backward_under_autocast_changes_no_bit_of_the_gradients_of_lora():
+    x, g = head(5, 16, 33), torch.Generator().manual_seed(0)
+    leaves = [t.requires_grad_() for t in (torch.randn(3, 16, generator=g), torch.randn(33, 3, generator=g))]
+    found = []
+    for enabled in (False, True):
+        out = linear_logprob(x.hidden, x.weight, x.ids, lora=LoRA(*leaves, 0.5)).logprob.sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found.append(torch.autograd.grad(out, leaves))
+    assert [torch.equal(a, b) for a, b in zip(*found, strict=True)] == [True, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

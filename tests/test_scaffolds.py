@@ -158,7 +158,7 @@ def test_a_format_of_a_known_codec_is_one_row(copy) -> None:
 
 
 def test_a_format_of_its_own_codec_is_one_row_and_one_module(copy) -> None:
-    row = 'Format(QuantSpec("sign", "sign"), "signs", "a bit a weight, a scale per row"),'
+    row = 'Format(QuantSpec("sign", "sign"), "rlkernel_core.quant.signs:CODEC", "a bit a weight, a scale per row"),'
     insert(copy / "rlkernel_core/quant/spec.py", "        *(_table(*row) for row in _TABLES),\n", f"        {row}\n")
     (copy / "rlkernel_core/quant/signs.py").write_text(CODEC)
     assert said(copy, FORMAT_RUNS.format(name="sign")) == "True"

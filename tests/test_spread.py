@@ -8,7 +8,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 import rlkernel as rlk
-from rlkernel import nn
+from rlkernel import nn, policy
+from rlkernel.context_parallel import next_ids
+from rlkernel.distributed import sample_shard
 
 HIDDEN, HEAD, LOGITS = torch.randn(3, 16), torch.randn(50, 16), torch.randn(3, 50)
 IDS = torch.tensor([1, 2, 3])
@@ -48,9 +50,34 @@ def test_logits_that_are_spread_are_refused_with_their_placements_and_the_remedy
         call(distribute_tensor(LOGITS, mesh, [Shard(1)]))
 
 
-def test_a_mesh_in_the_place_of_a_group_is_refused_with_its_groups(mesh) -> None:
-    with pytest.raises(rlk.ArgumentTypeError, match=r"^group: .*DeviceMesh.*Pass mesh\.get_group\('tp'\)\.$"):
-        rlk.linear_logprob(HIDDEN, HEAD, IDS, group=mesh)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda group: rlk.linear_logprob(HIDDEN, HEAD, IDS, group=group).logprob,
+        lambda group: rlk.logprob.bind(LOGITS, IDS, group=group)(LOGITS, IDS, group=group).logprob,
+        lambda group: rlk.whiten(LOGITS, process_group=group).y,
+        lambda group: sample_shard(LOGITS, group=group, seed=3, step=torch.arange(3)).token,
+        lambda group: next_ids(IDS, torch.tensor([0, 3]), layout="ring", group=group).labels,
+    ],
+    ids=["linear_logprob", "bound", "process_group", "sample_shard", "next_ids"],
+)
+def test_a_mesh_of_one_dimension_stands_for_its_group(mesh, call) -> None:
+    assert torch.equal(call(mesh), call(mesh.get_group()))
+
+
+def test_calls_with_a_mesh_share_the_plan_of_calls_with_its_group(mesh) -> None:
+    rlk.logprob(LOGITS, IDS, group=mesh.get_group())
+    made = policy.current().tables["logprob"].made
+    rlk.logprob(LOGITS, IDS, group=mesh)
+    assert policy.current().tables["logprob"].made == made
+
+
+def test_a_mesh_of_two_dimensions_is_refused_with_each_of_them() -> None:
+    both = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(rlk.ArgumentTypeError, match=r"^group: .*one dimension.*Pass mesh\['dp'\] or mesh\['tp'\]\.$"):
+        rlk.linear_logprob(HIDDEN, HEAD, IDS, group=both)
+    want = rlk.linear_logprob(HIDDEN, HEAD, IDS).logprob
+    assert torch.equal(rlk.linear_logprob(HIDDEN, HEAD, IDS, group=both["tp"]).logprob, want)
 
 
 def test_a_weight_that_is_spread_has_no_delta_but_that_of_a_ranks_share(mesh) -> None:

@@ -17,6 +17,7 @@ from rlkernel_common.row_statistics import (
 from rlkernel_conformance.ranks import on_ranks
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ArgumentError
+from rlkernel_core.spec.sampling import TokenLists
 from rlkernel_torch.direct import linear_logprob, logprob
 from tests.logprob_inputs import rows
 from tests.process_groups import alone
@@ -118,3 +119,25 @@ def _column(part):
         target=part.target[:, None],
         rest=part.rest._replace(**{n: getattr(part.rest, n)[:, None] for n in ("top", "total", "moment")}),
     )
+
+
+def test_lists_of_ids_on_several_ranks_have_the_values_and_gradients_of_the_whole():
+    x, _ = rows(5, CUTS[-1], dtype=torch.float64)
+    each = torch.tensor([3, 60, 3, -1, 7, 8, 9, CUTS[-1], 60, 0])  # on every rank, twice, absent, on none; one beyond
+    lists, row = TokenLists(each, torch.tensor([0, 4, 4, 7, 8, 9])), torch.tensor([0, 0, 0, 0, 2, 2, 2, 3, 4, 4])
+    leaf, there = x.clone().requires_grad_(), torch.tensor([1, 1, 1, 0, 1, 1, 1, 0, 1, 0]).bool()
+    want = torch.where(there, torch.log_softmax(leaf / 0.7, -1)[row, each.clamp(0, CUTS[-1] - 1)], 0.0)
+    up = torch.linspace(-1, 1, 10, dtype=torch.float64)
+    (want * up).sum().backward()
+
+    def on_rank(rank, group):
+        mine = x[:, CUTS[rank] : CUTS[rank + 1]].clone().requires_grad_()
+        out = logprob(mine, lists, temperature=0.7, group=group)
+        (torch.where(there, out.logprob, 0.0) * up).sum().backward()
+        return out.logprob.detach(), out.invalid, mine.grad
+
+    ranks = on_ranks(SPLIT, 3, on_rank)
+    for value, invalid, _ in ranks:
+        torch.testing.assert_close(value[there], want[there].detach(), atol=1e-12, rtol=1e-12)
+        assert invalid.nonzero().tolist() == [[7]]
+    torch.testing.assert_close(torch.cat([r[2] for r in ranks], 1), leaf.grad, atol=1e-12, rtol=1e-12)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlkernel_conformance.bad_head_arguments import BAD_LORA, BAD_SCORES, leaf
+from rlkernel_conformance.bad_head_arguments import BAD_LISTS, BAD_LORA, BAD_SCORES, LISTS, leaf
 from rlkernel_conformance.bad_layer_arguments import OF_LAYERS
 from rlkernel_conformance.example_calls import B, D, N, T, V, draw, ids, logprobs, tokens
 from rlkernel_core.quant import QuantTensor, quantize
@@ -188,6 +188,7 @@ REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
         ("top_logprobs", {"top_logprobs": V + 1}),
         ("top_logprobs", {"top_logprobs": 1, "group": SimpleNamespace(rank=int, size=int)}),
         *BAD_SCORES,
+        *BAD_LISTS,
     ],
     "linear_logprob": lambda: [
         ("bias", {"bias": torch.zeros(V + 1)}),
@@ -199,8 +200,11 @@ REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
         ("weight", {"weight": stored(V), "ids": ids(N, 3)}),
         ("weight", {"weight": stored(V, "meta")}),
         ("weight", {"weight": quantize(draw(V, D), "int8_w8a8")}),
+        ("weight", {"weight": stored(V), "ids": LISTS}),
+        ("partial_grad", {"partial_grad": True}),
         *BAD_LORA,
         *BAD_SCORES,
+        *BAD_LISTS,
     ],
     "sample": lambda: [
         ("top_k", {"top_k": 2.0}),

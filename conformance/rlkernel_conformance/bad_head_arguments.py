@@ -11,6 +11,7 @@ from torch import Tensor
 from rlkernel_conformance.example_calls import D, N, V, draw, ids
 from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.qmatmul import LoRA
+from rlkernel_core.spec.sampling import TokenLists
 
 
 def leaf(*shape: int) -> Tensor:
@@ -26,6 +27,15 @@ BAD_SCORES: Final = (
     ("temperature", {"temperature": 0.0}),
     ("temperature", {"temperature": leaf(N)}),
     ("group", {"group": "tp"}),
+)
+LISTS = TokenLists(ids(9), torch.arange(N + 1))
+BAD_LISTS: Final = (
+    ("ids.ids", {"ids": TokenLists(draw(9), LISTS.offsets)}),
+    ("ids.ids", {"ids": TokenLists(ids(3, 3), LISTS.offsets)}),
+    ("ids.offsets", {"ids": TokenLists(LISTS.ids, LISTS.offsets[1:])}),
+    ("ids.offsets", {"ids": TokenLists(LISTS.ids, LISTS.offsets.float())}),
+    ("ids.offsets", {"ids": TokenLists(LISTS.ids, LISTS.offsets.to("meta"))}),
+    ("support", {"ids": LISTS, "support": Support(LISTS.ids, LISTS.offsets)}),
 )
 # Of all operators with a weight [V, D].
 BAD_LORA: Final = (

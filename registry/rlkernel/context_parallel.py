@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
+from rlkernel import spread
 from rlkernel_core import checks
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError
 
@@ -82,6 +83,7 @@ def next_ids(
     checks.tensor("ids", ids, ndim=1)
     if str(ids.dtype) not in {"torch.int32", "torch.int64"}:
         raise ArgumentTypeError("ids", checks.describe(ids), "must be int32 or int64", "Pass token ids.")
+    group = spread.group_of(group)
     checks.process_group("group", group)
     if group is not None:
         if (rank, ranks) != (0, 1):

@@ -12,9 +12,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Final, Protocol, TypeVar, cast
 
-from rlkernel import policy
+from rlkernel import policy, spread
 from rlkernel.decide import bind, plan_for
 from rlkernel.plans import Choice, names_in_parts, parts
 from rlkernel_core.spec import OPERATORS
@@ -22,6 +22,7 @@ from rlkernel_core.spec.brought import BROUGHT
 from rlkernel_core.spec.form import OpSpec, P
 
 R_co = TypeVar("R_co", covariant=True)
+_GROUPS: Final = ("group", "process_group")  # arguments that a DeviceMesh of one dimension may stand for
 
 
 class Operator(Protocol[P, R_co]):
@@ -55,6 +56,7 @@ def operator(spec: OpSpec[Any, Any]) -> Operator[Any, Any]:
         "_process": policy.PROCESS,
         "_base": policy.base,
         "_compiling": torch.compiler.is_compiling,
+        "_group_of": spread.group_of,
         "_call": spec.call,
         "_plan_for": partial(plan_for, spec),
         "_record": spec.record,
@@ -71,7 +73,12 @@ def operator(spec: OpSpec[Any, Any]) -> Operator[Any, Any]:
     _described(call, spec)
     call.spec, call.last = spec, None
     policy.PROCESS.operators.append(call)
-    call.bind = lambda *args, **kwargs: _described(scope["_bind"](bind(spec, spec.call(*args, **kwargs))), spec)
+
+    def bound(*args: Any, **kwargs: Any) -> Any:
+        given = {name: spread.group_of(x) if name in _GROUPS else x for name, x in kwargs.items()}
+        return _described(scope["_bind"](bind(spec, spec.call(*args, **given))), spec)
+
+    call.bind = bound
     return cast("Operator[Any, Any]", call)
 
 
@@ -108,12 +115,20 @@ def source(spec: OpSpec[Any, Any]) -> str:
     if spec.primary is not None:  # torch warns where the address of a fake tensor is read
         key = f"if {spec.primary}.__class__ is _Fake:\n            raise TypeError\n        {key}"
 
+    # A group is often left out, and is none of the options then. torch.compile holds a mesh as what has no group.
+    groups = "".join(
+        f"    if {name!r} in _options:\n        _options[{name!r}] = _group_of(_options[{name!r}])\n"
+        for name in _GROUPS
+        if name in spec.parameters
+    )
+
     def function(name: str, table: str, plan_for: str, compiled: str) -> str:
         return (
             f"def {name}({head}, **_options):\n"
             "    if _compiling():\n"
             f"        call = _call({passed}, **_options)\n"
             f"        {compiled}\n"
+            f"{groups}"
             "    try:\n"
             f"        {key if spec.planned else 'raise TypeError'}\n"
             f"        plan = {table}.get(key)\n"

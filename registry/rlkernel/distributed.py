@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlkernel import policy
 from rlkernel.provenance import status
+from rlkernel.spread import group_of
 from rlkernel.wording import implementation
 from rlkernel_core import __version__
 from rlkernel_core.errors import ResolutionError
@@ -41,7 +42,7 @@ def assert_same_decisions(group: ProcessGroup | None = None, *, timeout: float =
     Kinds of calls that only some ranks have made are compared among those; a rank without any is no error.
 
     Args:
-        group: process group; None for the default one.
+        group: process group, or a DeviceMesh of one dimension; None for the default one.
         timeout: seconds to wait for the other ranks.
 
     Returns:
@@ -54,7 +55,7 @@ def assert_same_decisions(group: ProcessGroup | None = None, *, timeout: float =
     ran = sorted({(str(r.decision.call), f"{implementation(r.decision)} [{r.decision.version}]") for r in status()})
     # A kind of call may have been decided under several policies, on each rank in an order of its own.
     mine = {call: ", ".join(target for _, target in same) for call, same in groupby(ran, itemgetter(0))}
-    served = by_key(exchange("decisions", mine, group, timeout))
+    served = by_key(exchange("decisions", mine, group_of(group), timeout))
     if lines := differing(served):
         raise ResolutionError("ranks run different kernels\n" + "\n".join(lines) + "\nPin one with `rlkernel lock`.")
     return sum(len(by_rank) > 1 for by_rank in served.values())
@@ -64,7 +65,7 @@ def assert_same_install(group: ProcessGroup | None = None, *, timeout: float = T
     """Compare versions of rlkernel, torch, Python and backends, and the policy in force, over the ranks of a group.
 
     Args:
-        group: process group; None for the default one.
+        group: process group, or a DeviceMesh of one dimension; None for the default one.
         timeout: seconds to wait for the other ranks.
 
     Returns:
@@ -75,7 +76,7 @@ def assert_same_install(group: ProcessGroup | None = None, *, timeout: float = T
         RankError: a rank did not answer in time.
     """
     mine = install()
-    if lines := differing(whole(exchange("installs", mine, group, timeout))):
+    if lines := differing(whole(exchange("installs", mine, group_of(group), timeout))):
         raise ResolutionError("ranks have different installs\n" + "\n".join(lines) + "\nInstall the same on all.")
     return mine
 
@@ -118,7 +119,7 @@ def sample_shard(
 
     Args:
         logits: [N, n] this rank's columns, in rank order; not written to.
-        group: process group that the vocabulary is split over.
+        group: process group, or DeviceMesh of one dimension, that the vocabulary is split over.
         sizes: columns of every rank, in rank order, equal or not. None: ranks tell each other in one all-gather of two
             integers, and a value is read on the host; a graph needs them given.
         candidates: C, ids that a rank sends of each row where there are filters; 0 gathers the logits.
@@ -132,6 +133,7 @@ def sample_shard(
     import rlkernel
     from rlkernel_torch.sharded import sampling, statistics
 
+    group = group_of(group)
     if candidates == 0:
         whole = statistics.joined(logits, statistics.columns(logits, group, sizes))
         result: SampleResult = rlkernel.sample(whole, **request)

@@ -312,7 +312,7 @@ class _LinearLogprobFunction(Protocol[_R_co]):
         self,
         hidden: Tensor,
         weight: Tensor | QuantTensor,
-        ids: Tensor,
+        ids: Tensor | TokenLists,
         *,
         bias: Tensor | None = None,
         lora: LoRA | None = None,
@@ -325,6 +325,7 @@ class _LinearLogprobFunction(Protocol[_R_co]):
         backward: str = "auto",
         max_workspace_bytes: int | None = None,
         group: ProcessGroup | None = None,
+        partial_grad: bool = False,
     ) -> _R_co: ...
 
 class _LinearLogprob(_LinearLogprobFunction[LogprobResult], Operator, Protocol):
@@ -377,6 +378,7 @@ class _LinearPolicyLossFunction(Protocol[_R_co]):
         entropy: bool = False,
         max_workspace_bytes: int | None = None,
         group: ProcessGroup | None = None,
+        partial_grad: bool = False,
     ) -> _R_co: ...
 
 class _LinearPolicyLoss(_LinearPolicyLossFunction[LossResult], Operator, Protocol):
@@ -427,7 +429,7 @@ class _LogprobFunction(Protocol[_R_co]):
     def __call__(
         self,
         logits: Tensor,
-        ids: Tensor,
+        ids: Tensor | TokenLists,
         *,
         temperature: float | Tensor = 1.0,
         softcap: float | None = None,

@@ -1,6 +1,7 @@
 """Tensors that are spread over ranks: a DTensor in a call is refused by name, with what to pass in its place.
 
-A DeviceMesh in the place of a group is refused with the groups that it has.
+A DeviceMesh of one dimension in the place of a group stands for that dimension's group (`group_of`); one of more is
+refused with the dimensions that it has.
 Nothing is taken apart here. The same Shard(0) of a head means two things: under FSDP ranks have tokens of their own and
 the head is to be gathered; under tensor parallelism they have the same tokens, and each its part of the vocabulary.
 """
@@ -17,20 +18,29 @@ _MODULE: Final = "torch.distributed.tensor"
 _MESHES: Final = "torch.distributed.device_mesh"
 
 
+def group_of(x: Any) -> Any:
+    """The process group of a DeviceMesh of one dimension; anything else as it is."""
+    meshes: Any = sys.modules.get(_MESHES)
+    if meshes is not None and type(x) is meshes.DeviceMesh and x.ndim == 1:
+        return x.get_group()
+    return x
+
+
 def refuse(call: Any) -> None:
-    """Refuse a call of which an argument is a DTensor or a DeviceMesh.
+    """Refuse a call of which an argument is a DTensor, or a DeviceMesh that `group_of` has left.
 
     Raises:
-        ArgumentTypeError: it names the argument, its placements and the two ways on, or the mesh's groups.
+        ArgumentTypeError: it names the argument, its placements and the two ways on, or the mesh's dimensions.
     """
     meshes: Any = sys.modules.get(_MESHES)
     if meshes is None:  # nobody can have made a mesh, and no DTensor is without one
         return
     for name, x in _arguments(call):
         if type(x) is meshes.DeviceMesh:  # isinstance is no plain one, and torch.compile cannot trace it
-            over = x.mesh_dim_names or tuple(range(x.ndim))
-            groups = " or ".join(f"mesh.get_group({dim!r})" for dim in over)
-            raise ArgumentTypeError(name, repr(x), "must be the process group of one dimension", f"Pass {groups}.")
+            over = x.mesh_dim_names
+            each = " or ".join(f"mesh[{dim!r}]" if over else f"mesh.get_group({dim})" for dim in over or range(x.ndim))
+            text = f"must be a process group or a mesh of one dimension, and has {x.ndim}"
+            raise ArgumentTypeError(name, repr(x), text, f"Pass {each}.")
         found = described(x)
         if found is not None:
             raise ArgumentTypeError(

@@ -31,8 +31,11 @@ def minus_softplus(x):
 def logprob(logits, ids, *, temperature=1.0, softcap=None, kept=None, g=None):
     """Values and gradient. `kept`: list of id lists; `g`: upstream by name of the result, [N] each.
 
-    Of ids [N, K], as `g["logprob"]` then is, log p is [N, K], and the gradient that of a sum over k.
+    Of ids [N, K], as `g["logprob"]` then is, log p is [N, K], and the gradient that of a sum over k. Of a list of ids
+    for each row both are [M], one row behind the other.
     """
+    if isinstance(ids, list):
+        return of_lists(logits, ids, {"temperature": temperature, "softcap": softcap}, g)
     if np.ndim(ids) == 2:
         options = {"temperature": temperature, "softcap": softcap, "kept": kept}
         return of_several(logits, np.asarray(ids), options, g)
@@ -87,3 +90,17 @@ def of_several(logits, ids, options, g):
     first = every[0]
     values = np.stack([row.logprob for row in every], 1)
     return Row(values, first.lse, first.entropy, first.log_kept_mass, sum(row.grad for row in every))
+
+
+def of_lists(logits, ids, options, g):
+    """Lists filled up to one length with any id, whose results are left out and whose gradient is 0."""
+    lengths = [len(row) for row in ids]
+    there = np.arange(max([1, *lengths])) < np.array(lengths, int)[:, None]
+    every = np.zeros(there.shape, int)
+    every[there] = [i for row in ids for i in row]
+    if g is not None and "logprob" in g:
+        of_each = np.zeros(there.shape)
+        of_each[there] = g["logprob"]
+        g = {**g, "logprob": of_each}
+    row = logprob(logits, every, **options, g=g)
+    return Row(row.logprob[there], row.lse, row.entropy, None, row.grad)

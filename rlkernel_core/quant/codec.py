@@ -22,15 +22,6 @@ if TYPE_CHECKING:
 
 ALIGN: Final = 128  # codecs decode from multiples of this row: a whole number of every group, byte and tile
 _BLOCK: Final = 1 << 20  # weight elements worked on at once: 4 MiB of fp32
-# Imported as they are needed; whole names, by which the sources of an operator are followed (`rlkernel.sources`).
-_CODECS: Final = {
-    "fp4": "rlkernel_core.quant.fp4:CODEC",
-    "grid": "rlkernel_core.quant.grid:CODEC",
-    "kquants": "rlkernel_core.quant.kquants:CODEC",
-    "mx": "rlkernel_core.quant.mx:CODEC",
-    "nf4": "rlkernel_core.quant.nf4:CODEC",
-    "nvfp4": "rlkernel_core.quant.nvfp4:CODEC",
-}
 Storage = dict[str, tuple[tuple[int, ...], "torch.dtype"]]
 
 
@@ -62,7 +53,7 @@ class Codec(Protocol):
 
 def codec_of(spec: QuantSpec) -> Codec:
     """The codec of a format."""
-    module, _, name = _CODECS[row_of(spec.format).codec].partition(":")
+    module, _, name = row_of(spec.format).codec.partition(":")
     found: Codec = getattr(import_module(module), name)
     return found
 

@@ -1,7 +1,7 @@
 """Which quantized formats exist: one table row each, and the frozen `QuantSpec` that says everything about one.
 
 A format is a name in `FORMATS`. Its row holds the default spec, the options a spec of that name may change, and the
-name of its codec in `rlkernel_core.quant.codec`: a new format is one codec file (or an old one) and one row.
+place of its codec, by which sources are followed: a new format is one codec file (or an old one) and one row.
 
 Legend: a scale is shared by `rows` rows times `group` columns of the weight [Nout, K]; 0 stands for all of them.
 Imports no torch: the operators' specs read this table.
@@ -78,7 +78,7 @@ class Format:
     """A row of the table: the default spec of a name, what may differ, and where its codec is."""
 
     spec: QuantSpec
-    codec: str  # name in rlkernel_core.quant.codec
+    codec: str  # "module:name"
     text: str  # one line for tables
     options: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # option -> values it may have
 
@@ -88,11 +88,12 @@ _FP8: Final = ("e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz")
 _FP8_RULES: Final = ("absmax/max", "absmax/max_pow2")
 _POWERS: Final = ("floor", "rceil", "even")  # powers of two: see rlkernel_core.quant.mx
 _ROUNDINGS: Final = ("even", "away")
+_GRID: Final = "rlkernel_core.quant.grid:CODEC"
 _NF4: Final = "4-bit codes of a normal law's quantiles (arXiv 2305.14314)"
 _FP4: Final = "4-bit floats as bitsandbytes has them"
 _TABLES: Final = (
-    *(("nf4", "nf4", 64, _NF4), ("nf4_g128", "nf4", 128, _NF4)),
-    *(("fp4", "fp4", 64, _FP4), ("fp4_g128", "fp4", 128, _FP4)),
+    *((name, "nf4", group, "rlkernel_core.quant.nf4:CODEC", _NF4) for name, group in (("nf4", 64), ("nf4_g128", 128))),
+    *((name, "fp4", group, "rlkernel_core.quant.fp4:CODEC", _FP4) for name, group in (("fp4", 64), ("fp4_g128", 128))),
 )
 
 
@@ -103,41 +104,41 @@ def _int4(name: str, group: int, *, symmetric: bool) -> Format:
     per = f"{group} columns" if group else "a row"
     text = f"4-bit integers, a scale{'' if symmetric else ' and a zero-point'} per {per}"
     options: dict[str, tuple[Any, ...]] = {"scale_dtype": _SCALE_DTYPES, "scale_rule": rules}
-    return Format(spec, "grid", text, options | ({"act_order": (False, True)} if group else {}))
+    return Format(spec, _GRID, text, options | ({"act_order": (False, True)} if group else {}))
 
 
 def _int8(name: str, text: str, act: str) -> Format:
     spec = QuantSpec(name, "int8", scale_rule="absmax/127", act=act)
-    return Format(spec, "grid", text, {"scale_dtype": _SCALE_DTYPES})
+    return Format(spec, _GRID, text, {"scale_dtype": _SCALE_DTYPES})
 
 
 def _fp8(name: str, text: str, rows: int, group: int, act: str) -> Format:
     spec = QuantSpec(name, "e4m3fn", rows=rows, group=group, scale_rule=_FP8_RULES[0])
-    return Format(spec, "grid", text, {"element": _FP8, "scale_rule": _FP8_RULES, "act": ("none", act)})
+    return Format(spec, _GRID, text, {"element": _FP8, "scale_rule": _FP8_RULES, "act": ("none", act)})
 
 
-def _table(name: str, element: str, group: int, text: str) -> Format:
+def _table(name: str, element: str, group: int, codec: str, text: str) -> Format:
     spec = QuantSpec(name, element, group=group)
     text = f"{text}, a scale per {group} elements of the flat weight"
-    return Format(spec, element, text, {"double_quant": (False, True)})
+    return Format(spec, codec, text, {"double_quant": (False, True)})
 
 
 def _float_zero(name: str, group: int) -> Format:
     spec = QuantSpec(name, "int4", group=group, symmetric=False, scale_dtype="float16", scale_rule="minmax/15")
     text = f"4-bit integers, a scale and a zero-point per {group} columns, both floats (HQQ)"
-    return Format(replace(spec, float_zero=True), "grid", text, {"scale_dtype": ("float16", "bfloat16", "float32")})
+    return Format(replace(spec, float_zero=True), _GRID, text, {"scale_dtype": ("float16", "bfloat16", "float32")})
 
 
 def _mx(name: str, default: str, text: str, **options: tuple[Any, ...]) -> Format:
     spec = QuantSpec(name, default, group=32, scale_dtype="e8m0", scale_rule=_POWERS[0])
-    return Format(spec, "mx", text, {"scale_rule": _POWERS, **options})
+    return Format(spec, "rlkernel_core.quant.mx:CODEC", text, {"scale_rule": _POWERS, **options})
 
 
 def _kquant(name: str, element: str, text: str) -> Format:
     signed = element == "int6"
     kind, rule = ("int8", "signed_max") if signed else ("int6", "minmax")
     spec = QuantSpec(name, element, group=256, symmetric=signed, scale_dtype=kind, scale_rule=rule)
-    return Format(spec, "kquants", text)
+    return Format(spec, "rlkernel_core.quant.kquants:CODEC", text)
 
 
 def _rows() -> tuple[Format, ...]:
@@ -148,7 +149,7 @@ def _rows() -> tuple[Format, ...]:
         *(_table(*row) for row in _TABLES),
         Format(
             QuantSpec("q4l", "int4", group=64, scale_rule="absmax/7.5"),
-            "grid",
+            _GRID,
             "4-bit integers, an fp32 scale per 64 columns",
         ),
         *(_float_zero(*row) for row in (("hqq4", 64), ("hqq4_g32", 32), ("hqq4_g128", 128))),
@@ -156,7 +157,7 @@ def _rows() -> tuple[Format, ...]:
         _mx("mxfp8", "e4m3fn", "8-bit floats, a power of two per 32 columns (OCP MX)", element=("e4m3fn", "e5m2")),
         Format(
             QuantSpec("nvfp4", "e2m1", group=16, scale_dtype="float8_e4m3fn", scale_rule="absmax/6"),
-            "nvfp4",
+            "rlkernel_core.quant.nvfp4:CODEC",
             "4-bit floats, an e4m3 scale per 16 columns and an fp32 one for all",
             {"rounding": _ROUNDINGS},
         ),
@@ -169,7 +170,7 @@ def _rows() -> tuple[Format, ...]:
                 scale_rule="signed_max/-8_then_round",
                 rounding="up",
             ),
-            "grid",
+            _GRID,
             "4-bit integers, an fp16 scale per 32 columns (llama.cpp)",
         ),
         Format(
@@ -181,7 +182,7 @@ def _rows() -> tuple[Format, ...]:
                 scale_rule="absmax/127_then_round",
                 rounding="away",
             ),
-            "grid",
+            _GRID,
             "8-bit integers, an fp16 scale per 32 columns (llama.cpp)",
         ),
         _kquant("gguf_q4_k", "int4", "4-bit integers, a 6-bit scale and minimum per 32 of 256 columns (llama.cpp)"),
@@ -195,7 +196,7 @@ def _rows() -> tuple[Format, ...]:
     )
 
 
-# format -> its row: the default spec, the options that may change, the codec's name
+# format -> its row: the default spec, the options that may change, where its codec is
 FORMATS: Final[Mapping[str, Format]] = {row.spec.format: row for row in _rows()}
 
 

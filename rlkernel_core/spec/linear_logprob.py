@@ -37,13 +37,15 @@ from rlkernel_core.spec.form import (
     OpSpec,
 )
 from rlkernel_core.spec.linear_logprob_clauses import CLAUSES, TOLERANCES
-from rlkernel_core.spec.listed_ids import MANY_IDS, check_ids, check_one_id, ids_per_row, many_ids
+from rlkernel_core.spec.listed_ids import MANY_IDS, RAGGED_IDS, check_ids, check_one_id, listed_shape, many_ids
 from rlkernel_core.spec.logprob import LSE, LogprobResult, Support, check_support, check_temperature
 from rlkernel_core.spec.qmatmul import LoRA, check_lora
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
+
+    from rlkernel_core.spec.sampling import TokenLists
 
 BACKWARD: Final = ("auto", "recompute", "save")
 PIECES: Final = 8  # of a vocabulary, whose sums are added in one order on 1, 2, 4 and 8 ranks
@@ -61,6 +63,7 @@ class LinearLogprobCall(OpCall[LogprobResult]):
             `dequantize(weight, dtype=torch.float32)`, of which no more than tiles exist.
         ids: [...] integer, as in logprob: anything in masked rows; out of range gives NaN and `invalid`. Or [..., K],
             several ids of each row, of which -1 is padding: one pass over the vocabulary, and K rows of the head more.
+            Or TokenLists(ids [M], offsets [N + 1]), as in logprob: M rows of the head more.
         bias: [V], added before everything else. A bias of -inf forbids an id, e.g. one that pads the vocabulary.
         lora: LoRA(A [r, D], B [V, r], scale), an adapter of the head that is not merged. Any floating dtypes.
         temperature: float > 0, or a tensor broadcastable to [...] that requires no gradient.
@@ -80,6 +83,10 @@ class LinearLogprobCall(OpCall[LogprobResult]):
             all ranks, and so are the results, dX and dA. ids and support count in the whole vocabulary. On all ranks
             the same operands require gradients. Where `rank_invariant` is claimed, results do not depend on the number
             of ranks.
+        partial_grad: with a group, leave the gradient of hidden this rank's part, that of its columns of the
+            vocabulary, rounded to the dtype of hidden: the sum over the ranks is the gradient. For hidden states that
+            were gathered under sequence parallelism, such as by `rlkernel.sequence_parallel.gather_rows`, whose
+            backward pass adds the parts and keeps the rows of this rank.
 
     Returns:
         LogprobResult without top. logprob, lse, entropy and log_kept_mass are differentiable, once, with respect to
@@ -94,7 +101,7 @@ class LinearLogprobCall(OpCall[LogprobResult]):
 
     hidden: Tensor
     weight: Tensor | QuantTensor
-    ids: Tensor
+    ids: Tensor | TokenLists
     _: KW_ONLY
     bias: Tensor | None = None
     lora: LoRA | None = None
@@ -107,6 +114,7 @@ class LinearLogprobCall(OpCall[LogprobResult]):
     backward: str = "auto"
     max_workspace_bytes: int | None = None
     group: ProcessGroup | None = None
+    partial_grad: bool = False
 
 
 def check(call: LinearLogprobCall) -> None:
@@ -119,7 +127,7 @@ def check(call: LinearLogprobCall) -> None:
     check_head(weight, hidden)
     beside: Any = {"beside": hidden, "where": "hidden"}
     check_ids(ids, rows, hidden, "hidden")
-    if isinstance(weight, QuantTensor) and ids_per_row(ids, hidden) is not None:
+    if isinstance(weight, QuantTensor) and listed_shape(ids, hidden) is not None:
         text = "goes with one id per row alone"
         raise ArgumentError("weight", checks.describe(weight), text, "Pass dequantize(weight), or ids of [...].")
     checks.aligned("bias", bias, weight.shape[:1], "weight without its last dimension", kind="floating", **beside)
@@ -138,6 +146,14 @@ def check(call: LinearLogprobCall) -> None:
     if call.max_workspace_bytes is not None:
         checks.integer("max_workspace_bytes", call.max_workspace_bytes, at_least=1)
     checks.process_group("group", call.group)
+    check_partial_grad(call)
+
+
+def check_partial_grad(call: Any) -> None:
+    """A part of a gradient is one of several: there is a group."""
+    checks.flags(partial_grad=call.partial_grad)
+    if call.partial_grad and call.group is None:
+        raise ArgumentError("partial_grad", True, "is there with a group alone", "Pass False, or group=...")
 
 
 def check_head(weight: Any, hidden: Tensor) -> None:
@@ -208,6 +224,7 @@ SPEC = OpSpec(
         CAPTURABLE,
         LSE,
         MANY_IDS,
+        RAGGED_IDS,
         Feature("per_row_temperature", "temperature as a tensor, one per row"),
         Feature("mixed_dtypes", "weight of another dtype than hidden"),
         Feature("quantized", "a quantized head, of which no more than tiles are dequantized"),
@@ -224,6 +241,7 @@ SPEC = OpSpec(
             "max_workspace_bytes", "extra memory stays below the caller's limit, or a typed error names the minimum"
         ),
         Feature("group", "the vocabulary is split over a process group"),
+        Feature("partial_grad", "the gradient of hidden is left as this rank's part, for a reduce-scatter"),
         Feature(
             "rank_invariant",
             f"results have the same bits on 1, 2, 4 and 8 ranks with equal shards, and without a group, where V is a "

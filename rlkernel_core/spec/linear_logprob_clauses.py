@@ -205,6 +205,31 @@ CLAUSES: Final = (
         "accuracy",
         "quantized",
     ),
+    Clause(
+        "LL-42",
+        "lists of any length",
+        "log p of each entry of a list is within tolerance of float64; an empty list has none, an entry beyond the "
+        "last offset gives 0; with many_ids the bits are those of the same lists padded to one length",
+        "accuracy",
+        "ragged_ids",
+    ),
+    Clause(
+        "LL-43",
+        "gradients of lists of any length",
+        "dX, dW, dbias and those of LoRA are those of the sum over each row's list beside lse and entropy; absent, "
+        "invalid and masked entries and those beyond the last offset have gradient 0 though the upstream gradient is "
+        "NaN",
+        "gradient",
+        "ragged_ids",
+    ),
+    Clause(
+        "LL-44",
+        "partial gradient",
+        "with partial_grad the ranks' dX add up to the whole's, and each is that of its rank's columns; dA is the "
+        "whole's, and all else has the bits of the call without it",
+        "gradient",
+        "partial_grad",
+    ),
 )
 TOLERANCES: Final = (
     Tolerance("logprob", "float32", 1e-4, 1e-5, "fp32 accumulation over D <= 4096, logits up to 30"),

@@ -54,6 +54,7 @@ class LinearPolicyLossCall(LossFields, OpCall[LossResult]):
         max_workspace_bytes: most extra memory beyond result and gradients. It decides which of the ways to the same
             numbers is taken; below the minimum of all of them it is refused.
         group: the vocabulary is split over this process group, as in linear_logprob.
+        partial_grad: as in linear_logprob.
         process_group: the batch is split over this process group, as in policy_loss. Both may be given: then every
             rank of `group` has the same tokens, and `process_group` holds one rank of each such group.
 
@@ -80,6 +81,7 @@ class LinearPolicyLossCall(LossFields, OpCall[LossResult]):
     entropy: bool = False
     max_workspace_bytes: int | None = None
     group: ProcessGroup | None = None
+    partial_grad: bool = False
 
 
 def configure(call: LinearPolicyLossCall) -> LossConfig:
@@ -106,6 +108,7 @@ _HEAD = (
     "support",
     "max_workspace_bytes",
     "group",
+    "partial_grad",
 )
 
 
@@ -208,6 +211,13 @@ CLAUSES = (
         "float64 with the head frozen",
         "gradient",
         "lora",
+    ),
+    Clause(
+        "LPL-22",
+        "partial gradient",
+        "with partial_grad the ranks' dX add up to the whole's; all else has the bits of the call without it",
+        "gradient",
+        "partial_grad",
     ),
 )
 

@@ -44,12 +44,14 @@ from rlkernel_core.spec.form import (
     OpSpec,
     Tolerance,
 )
-from rlkernel_core.spec.listed_ids import MANY_IDS, check_ids, check_one_id, many_ids
+from rlkernel_core.spec.listed_ids import MANY_IDS, RAGGED_IDS, check_ids, check_one_id, many_ids
 from rlkernel_core.spec.logprob_clauses import CLAUSES
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
+
+    from rlkernel_core.spec.sampling import TokenLists
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,13 @@ class Support:
 class LogprobResult:
     """What logprob and linear_logprob return; every tensor is fp32 (float64 for float64 inputs)."""
 
-    logprob: Tensor  # [...] or [..., K], as `ids`: log p of the chosen id, or of each listed one; masked, padding 0
+    logprob: Tensor  # as `ids`, [...], [..., K] or [M]: log p of the chosen id, or of each listed; masked, padding 0
     lse: Tensor | None = None  # [...] logsumexp of z over all of the vocabulary; masked rows 0; None if not claimed
     entropy: Tensor | None = None  # [...] nats, of softmax(z); masked rows 0
     top_ids: Tensor | None = None  # [..., n] int64, by (logit descending, id ascending); masked rows -1
     top_logprobs: Tensor | None = None  # [..., n] of softmax(z), without gradient; masked rows 0
     log_kept_mass: Tensor | None = None  # [...] with `support`: log of the mass of the kept ids under softmax(z)
-    invalid: Tensor | None = None  # bool [...] or [..., K], as `ids`: id or kept id out of range in an unmasked row
+    invalid: Tensor | None = None  # bool, as `ids`: id or kept id out of range in an unmasked row
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +86,9 @@ class LogprobCall(OpCall[LogprobResult]):
             with gradient 0 for log-probability and kept mass, and sets `invalid`; lse, entropy and top of that row
             do not depend on the id and stay as they are. Or [..., K], several ids of each row, by one pass over the
             vocabulary: each has its log-probability, and gradients of an id that a row lists twice add up. -1 is then
-            padding, which gives 0 and gradient 0; any other id out of range gives NaN and its own flag.
+            padding, which gives 0 and gradient 0; any other id out of range gives NaN and its own flag. Or
+            TokenLists(ids [M], offsets [N + 1]), a list of any length of each row, empty ones too, by offsets from 0
+            on that do not decrease: results that belong to ids are [M], and 0 beyond the last offset.
         temperature: float > 0, or a tensor broadcastable to [...]; applied once, to log-probability and entropy alike.
             It has no gradient: a tensor that requires one is refused.
         softcap: c > 0 for c * tanh(logits / c) before the temperature.
@@ -96,7 +100,7 @@ class LogprobCall(OpCall[LogprobResult]):
             `log_kept_mass` is returned; `logprob + log_kept_mass` is the tempered log-probability. The chosen id
             counts as kept; an id kept twice counts once; ids beyond the last offset are ignored. Entropy, lse and
             top stay those of softmax(z). For one id per row alone.
-        validate: check ids, temperatures and support on the host (synchronizes) and raise.
+        validate: check ids, their offsets, temperatures and support on the host (synchronizes) and raise.
         logits_scale: what logits of 8 bits (float8_e4m3fn, float8_e5m2) are multiplied by, so that the law is that of
             `logits.float() * logits_scale`: a number > 0, or a tensor broadcastable to [...], whose entries that are
             not positive and finite spoil their rows. Such logits need one and have no gradient; others take none. With
@@ -118,7 +122,7 @@ class LogprobCall(OpCall[LogprobResult]):
     """
 
     logits: Tensor
-    ids: Tensor
+    ids: Tensor | TokenLists
     _: KW_ONLY
     temperature: float | Tensor = 1.0
     softcap: float | None = None
@@ -240,6 +244,7 @@ SPEC = OpSpec(
         Feature("per_row_temperature", "temperature as a tensor, one per row"),
         LSE,
         MANY_IDS,
+        RAGGED_IDS,
         Feature("softcap", "logit soft-capping"),
         Feature("mask", "masked rows give 0 and gradient 0, whatever they hold"),
         Feature("entropy", "entropy of the tempered law, with its gradient"),

@@ -182,4 +182,22 @@ CLAUSES: Final = (
         "law",
         "logits_scale",
     ),
+    Clause(
+        "LP-37",
+        "lists of any length",
+        "log p of each entry of a list is within tolerance of float64, with relative error <= 1e-4 where p is near 1; "
+        "an empty list has none, an entry beyond the last offset gives 0; with many_ids the bits are those of the same "
+        "lists padded to one length",
+        "accuracy",
+        "ragged_ids",
+    ),
+    Clause(
+        "LP-38",
+        "gradient of lists of any length",
+        "the gradient is that of the sum over each row's list, repeated ids included, beside that of lse and entropy; "
+        "-1, an id out of range, which gives NaN and its own flag, entries of masked rows and those beyond the last "
+        "offset have gradient 0 though the upstream gradient is NaN; validate=True refuses offsets that no lists have",
+        "gradient",
+        "ragged_ids",
+    ),
 )

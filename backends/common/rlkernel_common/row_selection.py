@@ -16,7 +16,7 @@ from torch import Tensor
 from rlkernel_common.kept_ids import KeptIds
 from rlkernel_common.row_statistics import SoftmaxStats, Upstream
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.spec.listed_ids import ids_per_row
+from rlkernel_core.spec.listed_ids import flat_ids, is_ragged, listed_shape
 from rlkernel_core.spec.logprob import LogprobCall
 
 
@@ -42,10 +42,17 @@ def choose(ids: Tensor, mask: Tensor | None, V: Tensor | int, kept: KeptIds | No
 
 def check_values(call: LogprobCall, V: int) -> None:
     """The checks of `validate=True` with a vocabulary of V ids: they read values, hence wait for the device."""
-    ids, rows, support = call.ids, call.logits.shape[:-1], call.support
+    ids, rows, support = flat_ids(call.ids), call.logits.shape[:-1], call.support
     counted = torch.ones(rows, dtype=torch.bool, device=ids.device) if call.mask is None else call.mask
     wrong, range_ = (ids < 0) | (ids >= V), f"lie in [0, {V}) in every row that counts"
-    if ids_per_row(ids, call.logits) is None:
+    if is_ragged(call.ids):
+        _check_offsets("ids", call.ids.offsets, len(ids), "ids of each row")
+        lengths = call.ids.offsets.diff()
+        of_row = torch.nn.functional.pad(
+            counted.reshape(-1).repeat_interleave(lengths), (0, len(ids) - int(lengths.sum()))
+        )
+        _refuse("ids.ids", ids, of_row & wrong & (ids != -1), f"must be -1 or {range_}")
+    elif listed_shape(call.ids, call.logits) is None:
         _refuse("ids", ids, counted & wrong, f"must {range_}")
     else:
         _refuse("ids", ids, counted[..., None] & wrong & (ids != -1), f"must be -1 or {range_}")
@@ -54,17 +61,20 @@ def check_values(call: LogprobCall, V: int) -> None:
         _refuse("temperature", T, counted & ~((T > 0) & T.isfinite()), "must be > 0 and finite in every row")
     if support is None:
         return
-    offsets = support.offsets
-    ordered = bool((offsets[1:] >= offsets[:-1]).all()) and int(offsets[0]) == 0
-    if not ordered or int(offsets[-1]) > support.ids.shape[0]:
-        raise ArgumentError(
-            "support.offsets",
-            offsets.tolist()[:8],
-            f"must start at 0, never decrease and end within the {support.ids.shape[0]} ids",
-            "Pass the running sum of the kept counts.",
-        )
+    _check_offsets("support", support.offsets, len(support.ids), "kept ids")
     bad = KeptIds(support, V).bad.view(rows) & counted
     _refuse("support.ids", None, bad, f"must lie in [0, {V}) in every row that counts")
+
+
+def _check_offsets(name: str, offsets: Tensor, size: int, counted: str) -> None:
+    ordered = bool((offsets[1:] >= offsets[:-1]).all()) and int(offsets[0]) == 0
+    if not ordered or int(offsets[-1]) > size:
+        raise ArgumentError(
+            f"{name}.offsets",
+            offsets.tolist()[:8],
+            f"must start at 0, never decrease and end within the {size} ids",
+            f"Pass the running sum of the numbers of {counted}.",
+        )
 
 
 def _refuse(name: str, x: Tensor | None, bad: Tensor, problem: str) -> None:

@@ -23,11 +23,16 @@ def take(x: Tensor, which: slice | Tensor) -> Tensor:
     if x.dim() == 2:
         return x[which]
     row = torch.arange(which.start, which.stop, device=x.device) if isinstance(which, slice) else which
+    return x[places(x, row)]
+
+
+def places(x: Tensor, row: Tensor) -> tuple[Tensor, ...]:
+    """Where rows of x, counted over all its leading dimensions, stand in each of these."""
     place = []
     for size in reversed(x.shape[:-1]):
         place.append(row % size)
         row = row // size
-    return x[tuple(reversed(place))]
+    return tuple(reversed(place))
 
 
 def shaped(x: Tensor, rows: torch.Size) -> Tensor:

@@ -18,10 +18,13 @@ SAMPLER: Final = Requires(device="cuda", dtypes=("bfloat16", "float16", "float32
 # rank_invariant: tiles begin anew with a shard, and are joined by rank.
 WITHOUT: Final = {
     "linear_logprob": frozenset(
-        {"batch_invariant", "lora", "many_ids", "mixed_dtypes", "quantized", "rank_invariant", "support"}
+        {
+            "batch_invariant", "lora", "many_ids", "mixed_dtypes", "partial_grad", "quantized", "ragged_ids",
+            "rank_invariant", "support",
+        }
     ),
-    "linear_policy_loss": frozenset({"lora", "mixed_dtypes", "support"}),
-}
+    "linear_policy_loss": frozenset({"lora", "mixed_dtypes", "partial_grad", "support"}),
+}  # fmt: skip
 PAIRS: Final = {"linear_logprob": "LinearLogprobPair", "linear_policy_loss": "LinearPolicyLossPair"}
 # What the one launch of `sample` does: no edits, no ranks, one order of filters.
 CLAIMED: Final = frozenset(

@@ -60,6 +60,7 @@ class FusedLoss:
     entropy: bool
     batch: Batch  # of the rows that are worked on, flat
     config: LossConfig
+    partial: bool  # the gradient of hidden is left as this rank's part
 
     def run(self, into: Gradients) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities and entropies, [N], of every row; gradients are added to `into`."""
@@ -78,6 +79,8 @@ class FusedLoss:
             at = coefficients(values, H, self.batch.at(rows), self.config, Bag(values.shape[0]))
             g = selected((at.dlogprob, None, at.dentropy, None), self.ids[rows], counted)
             self._add(into, rows, x, logits, row, g)
+        if into.A is not None and self.shard.group is not None and self.partial:
+            vocab_parallel.add(into.A, self.shard.group)
         return logprob, entropy
 
     def _add(self, into: Gradients, rows: slice, x: Tensor, logits: Tensor, row: SoftmaxStats, g: Upstream) -> None:
@@ -99,7 +102,7 @@ class FusedLoss:
                     total[tile].addmm_(dz.T, some)
             if into.bias is not None:
                 into.bias[tile] += dz.sum(0)
-        if to_x and self.shard.group is not None:
+        if to_x and self.shard.group is not None and not self.partial:
             vocab_parallel.add(dx, self.shard.group)
         if into.hidden is not None:
             into.hidden[head.place(rows)] = head.to_hidden(dx)[:n].to(into.hidden.dtype)

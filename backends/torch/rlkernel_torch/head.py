@@ -97,11 +97,18 @@ class Head(NamedTuple):
 
     def block(self, rows: slice) -> Tensor:
         """[R, D + r] of hidden, and of its product with A; zeros below the last row."""
-        x = torch.zeros(ROWS, self.D, dtype=self.dtype, device=self.hidden.device)
         some = take(self.hidden, self.place(rows))
         if self.counted is not None:
             some = torch.where(self.counted[rows, None], some, 0.0)
-        x[: rows.stop - rows.start] = some
+        return self._wide(some)
+
+    def at(self, rows: Tensor) -> Tensor:
+        """The same of up to R rows, counted among all N, whether they are worked on or not."""
+        return self._wide(take(self.hidden, rows))
+
+    def _wide(self, some: Tensor) -> Tensor:
+        x = torch.zeros(ROWS, self.D, dtype=self.dtype, device=self.hidden.device)
+        x[: some.shape[0]] = some
         if self.lora is None:
             return x
         return torch.cat((x, self.lora.scale * product(x, self._factor(self.lora).T)), 1)
@@ -127,7 +134,8 @@ class Head(NamedTuple):
     def add_to_factor(self, into: Tensor, dx: Tensor, x: Tensor) -> None:
         """Add to the gradient of A, [r, D], from that of a block and the block."""
         if self.lora is not None:
-            into += self.lora.scale * (dx[:, self.D :].T @ x[:, : self.D])
+            with full_precision(x):
+                into += self.lora.scale * (dx[:, self.D :].T @ x[:, : self.D])
 
     def _factor(self, lora: LoRA) -> Tensor:
         return lora.A.to(self.dtype).contiguous()

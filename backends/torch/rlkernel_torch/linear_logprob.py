@@ -44,7 +44,7 @@ from rlkernel_core.gradients import Pair, Saved, gradient_wanted
 from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
-from rlkernel_core.spec.listed_ids import ids_per_row
+from rlkernel_core.spec.listed_ids import flat_ids, ids_per_row, listed_shape
 from rlkernel_core.spec.logprob import LogprobResult, Support
 from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_torch.head import ROWS, Head, add_product, readable_head, stored
@@ -73,9 +73,10 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
         super().__init__(call)
         self._T = call.temperature if isinstance(call.temperature, float | int) else None
         self._softcap, self._scale, self._group = call.softcap, call.logit_scale, call.group
+        self._partial = call.partial_grad
         self._quantized = None if isinstance(call.weight, Tensor) else call.weight.flatten()[1]
         self._lora_scale = 0.0 if call.lora is None else call.lora.scale
-        self._rows = call.hidden.shape[:-1]
+        self._rows, self._K = call.hidden.shape[:-1], ids_per_row(call.ids, call.hidden)
         self._save = mode(call) == "save"
 
     @classmethod
@@ -90,7 +91,7 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
     def backward(self, saved: Saved, grads: Saved) -> Saved:
         """One read of the logits for dX and dA, one for dW, dbias and dB."""
         hidden, weight, bias, A, B, mask, each_T, kept_ids, offsets, ids, first, logits, *numbers = saved
-        value, top, log_total, mean, kept_top, kept_log_total, many, many_y, *parts = numbers
+        value, top, log_total, mean, kept_top, kept_log_total, many, many_row, many_y, *parts = numbers
         head_weight: Tensor | QuantTensor | None = weight
         if self._quantized is not None:
             head_weight = readable_head(QuantTensor.unflatten(parts, self._quantized))  # type: ignore[arg-type]  # all are there
@@ -99,22 +100,21 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
         row = SoftmaxStats(value, value, None, None, top, log_total, mean, kept_top, kept_log_total)  # lse is unread
         T = temperatures(each_T if self._T is None else self._T, self._rows, value.dtype, value.device)  # type: ignore[arg-type]
         up = [None if g is None else g.reshape(-1) for g in grads]
-        each = None
-        if many is not None and up[0] is not None:
-            each, up[0] = listed_ids.upstream_of(many, up[0])
         index, counted = _worked_on(None if mask is None else mask.reshape(-1))
+        offset, listed = 0 if first is None else first, None
+        if many is not None and many_row is not None and many_y is not None and up[0] is not None:
+            each, total = listed_ids.upstream_of(many, many_row, up[0], len(ids))
+            found = listed_ids.gradient_at(many, many_row, many_y, ids, T, row, (each, total), up[1], up[2])
+            local, position = torch.where(many >= 0, many - offset, -1), positions(index, len(ids))
+            listed, up[0] = listed_ids.ListedGradient(local, many_row, found, self._K, position), total.to(T.dtype)
         if index is not None:
             row, up = SoftmaxStats._make(_some(row, index)), _some(up, index)
             ids, T = ids[index], T[index]
-            many, many_y, each = _some((many, many_y, each), index)
-        offset = 0 if first is None else first
         kept = None
         if kept_ids is not None and offsets is not None:  # which of them lie outside was told in the forward pass
             support, V = Support(kept_ids, offsets), head_weight.shape[0]
             kept = KeptIds(support, V, positions(index, self._rows.numel()), offset)
-        upstream, listed = selected(tuple(up), ids, counted), None
-        if each is not None and many is not None and many_y is not None:
-            listed = many - offset, listed_ids.gradient_at(many, many_y, ids, T, row, each, upstream)
+        upstream = selected(tuple(up), ids, counted)
         lora = None if A is None or B is None else LoRA(A, B, self._lora_scale)
         head = Head(free_rows(hidden), head_weight, bias, self._scale, index, counted, T.dtype, lora=lora)
         back = _Back(
@@ -129,20 +129,23 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
             listed=listed,
         )
         of_hidden, of_weight, of_bias, of_A, of_B = self.wanted
-        d_hidden, d_A = back.hidden_and_factor(self._group, of_hidden=of_hidden, of_factor=of_A)
+        d_hidden, d_A = back.hidden_and_factor(self._group, partial=self._partial, of_hidden=of_hidden, of_factor=of_A)
         d_weight, d_bias, d_B = back.rows_of_head(of_weight=of_weight, of_bias=of_bias, of_lora=of_B)
         return None if d_hidden is None else d_hidden.view(hidden.shape), d_weight, d_bias, d_A, d_B
 
     @classmethod
     def saved_like(cls, call: LinearLogprobCall, result: LogprobResult, wanted: tuple[bool, ...]) -> Saved:
-        """Operands; [N] ids and numbers for each field of the law that the gradient reads; logits; [N, K] ids."""
+        """Operands; [N] ids and numbers for each field of the law that the gradient reads; logits; [M] ids."""
         del wanted
-        N, K, like = math.prod(call.hidden.shape[:-1]), ids_per_row(call.ids, call.hidden), result.logprob
-        ids = call.ids.new_empty(N, dtype=torch.int64)
-        first = None if call.group is None else call.ids.new_empty((), dtype=torch.int64)
+        N, like, given = math.prod(call.hidden.shape[:-1]), result.logprob, flat_ids(call.ids)
+        ids = given.new_empty(N, dtype=torch.int64)
+        first = None if call.group is None else given.new_empty((), dtype=torch.int64)
         logits = like.new_empty(N, call.weight.shape[0]) if mode(call) == "save" else None
         there = (True, True, True, call.entropy, *[call.support is not None] * 2)
-        listed = (None, None) if K is None else (ids.new_empty((N, K)), like.new_empty((N, K)))
+        listed: Saved = (None, None, None)
+        if listed_shape(call.ids, call.hidden) is not None:
+            M = given.numel()
+            listed = ids.new_empty(M), ids.new_empty(M), like.new_empty(M)
         row = [like.new_empty(N) if x else None for x in there]
         return *_arguments(call), ids, first, logits, *row, *listed, *_parts(call.weight)
 
@@ -185,7 +188,7 @@ def _everywhere(some: Iterable[Tensor | None], index: Tensor | None, N: int) -> 
 @torch.no_grad()
 def _forward(call: LinearLogprobCall, *, save: bool) -> tuple[LogprobResult, Saved]:
     """The result, and what the gradient reads."""
-    rows, (V, D), K = call.hidden.shape[:-1], call.weight.shape, ids_per_row(call.ids, call.hidden)
+    rows, (V, D), given = call.hidden.shape[:-1], call.weight.shape, flat_ids(call.ids)
     N = rows.numel()
     dtype = accumulator(call.hidden, stored(call.weight), call.bias)
     shard = vocab_parallel.locate(call.group, V, N, D, call.hidden.device)
@@ -195,53 +198,52 @@ def _forward(call: LinearLogprobCall, *, save: bool) -> tuple[LogprobResult, Sav
     x, weight = free_rows(call.hidden), readable_head(call.weight)
     head = Head(x, weight, call.bias, call.logit_scale, index, counted, dtype, piece, call.lora)
     listed, y = None, None
-    if K is None:
+    if listed_shape(call.ids, call.hidden) is None:
         every_kept = None if call.support is None else KeptIds(call.support, shard.V)
-        chosen = choose(call.ids.reshape(-1), mask, shard.V, every_kept)
+        chosen = choose(given.reshape(-1), mask, shard.V, every_kept)
     else:
-        listed = listed_ids.list_ids(call.ids.reshape(N, K), mask, shard.V)
-        y = cap(_at(head, listed.ids, shard), call.softcap)
-        chosen = Chosen(listed_ids.chosen_of(listed.ids, y), mask, listed.invalid)
-    T, ids, kept = temperatures(call.temperature, rows, dtype, call.hidden.device), chosen.ids, None
+        listed = listed_ids.list_ids(call.ids, N, mask, shard.V)
+        y = cap(_at(head, listed, shard), call.softcap)
+        chosen = Chosen(listed_ids.chosen_of(listed, y, N), mask, listed.invalid)
+    every_T = temperatures(call.temperature, rows, dtype, call.hidden.device)
+    T, ids, kept = every_T, chosen.ids, None
     if index is not None:  # from here on only the rows that count
         ids, T = ids[index], T[index]
     if call.support is not None:
         kept = KeptIds(call.support, shard.V, positions(index, N), shard.offset)
     saved = T.new_empty(N, V) if save else None
     row = _statistics(head, ids, T, kept, shard, call.softcap, saved, count, moment=call.entropy)
-    found = results(row, ids, counted)
+    values, lse, H, mass = _everywhere(results(row, ids, counted), index, N)
+    law_rows = (row.logprob, row.top, row.log_total, row.mean, row.kept_top, row.kept_log_total)
+    of_rows = _everywhere(law_rows, index, N)
     if listed is not None and y is not None:
-        these = listed if index is None else listed_ids.ListedIds._make(_some(listed, index))
-        found = (listed_ids.log_probabilities(these, y if index is None else y[index], ids, T, row), *found[1:])
-    values, lse, H, mass = _everywhere(found, index, N)
+        value, top, log_total, *_ = of_rows
+        every = SoftmaxStats(value, value, None, None, top, log_total, None, None, None)  # type: ignore[arg-type]
+        values = listed_ids.log_probabilities(listed, y, chosen.ids, every_T, every)
     result = LogprobResult(
-        logprob=shaped(values, call.ids.shape),  # type: ignore[arg-type]  # these two are always there
+        logprob=shaped(values, given.shape),  # type: ignore[arg-type]  # these two are always there
         lse=shaped(lse, rows),  # type: ignore[arg-type]
         entropy=None if H is None else shaped(H, rows),
         log_kept_mass=None if mass is None else shaped(mass, rows),
-        invalid=chosen.invalid.view(call.ids.shape),
+        invalid=chosen.invalid.view(given.shape),
     )
-    law_rows = (row.logprob, row.top, row.log_total, row.mean, row.kept_top, row.kept_log_total)
     first = shard.offset if isinstance(shard.offset, Tensor) else None
-    of_rows = _everywhere(law_rows, index, N)
-    of_list = None if listed is None else listed.ids
-    return result, (*_arguments(call), chosen.ids, first, saved, *of_rows, of_list, y, *_parts(call.weight))
+    of_lists = (None, None, None) if listed is None else (listed.ids, listed.row, y)
+    return result, (*_arguments(call), chosen.ids, first, saved, *of_rows, *of_lists, *_parts(call.weight))
 
 
-def _at(head: Head, ids: Tensor, shard: vocab_parallel.Shard) -> Tensor:
-    """[N, K] logits at listed ids, before the cap; 0 where there is none, and in rows that are not worked on."""
-    local = ids - shard.offset
-    local = torch.where((ids >= 0) & (local >= 0) & (local < head.weight.shape[0]), local, -1)
-    y = torch.zeros(ids.shape, dtype=head.dtype, device=ids.device)
-    for rows in head.rows():
-        x, place = head.block(rows)[: rows.stop - rows.start], head.place(rows)
-        for k in range(ids.shape[1]):
-            here = local[place, k]
-            at = here.clamp_min(0)
-            one = tree_sum(x * head.tile(at))
-            if head.bias is not None:
-                one += head.bias[at]
-            y[place, k] = torch.where(here >= 0, one * head.scale, 0.0)
+def _at(head: Head, listed: listed_ids.ListedIds, shard: vocab_parallel.Shard) -> Tensor:
+    """[M] logits at listed ids, before the cap; 0 where there is none."""
+    local = listed.ids - shard.offset
+    here = (listed.ids >= 0) & (local >= 0) & (local < head.weight.shape[0])
+    M = here.shape[0] if head.hidden.shape[:-1].numel() else 0
+    y = torch.zeros(here.shape, dtype=head.dtype, device=here.device)
+    for some in (slice(e, min(e + ROWS, M)) for e in range(0, M, ROWS)):
+        x, at = head.at(listed.row[some])[: some.stop - some.start], torch.where(here[some], local[some], 0)
+        one = tree_sum(x * head.tile(at))
+        if head.bias is not None:
+            one += head.bias[at]
+        y[some] = torch.where(here[some], one * head.scale, 0.0)
     if shard.group is not None:
         vocab_parallel.add(y, shard.group)  # each id lies on one rank
     return y
@@ -301,12 +303,15 @@ class _Back(NamedTuple):
     saved: Tensor | None  # [N, V]
     row: SoftmaxStats  # [n]
     upstream: Upstream  # [n]
-    listed: tuple[Tensor, Tensor] | None  # [n, K] ids counted as above, and the gradient at each
+    listed: listed_ids.ListedGradient | None  # at ids counted as above
 
     def hidden_and_factor(
-        self, group: dist.ProcessGroup | None, *, of_hidden: bool, of_factor: bool
+        self, group: dist.ProcessGroup | None, *, partial: bool, of_hidden: bool, of_factor: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """[..., D], zeros in the rows that were left out, and [r, D] of A; each only where wanted."""
+        """[..., D], zeros in the rows that were left out, and [r, D] of A; each only where wanted.
+
+        Both are sums over the ranks, but [..., D] where it is to be this rank's part.
+        """
         head, lora = self.head, self.head.lora
         every = torch.zeros_like(head.hidden, memory_format=torch.contiguous_format) if of_hidden else None
         total = None if lora is None or not of_factor else self.T.new_zeros(lora.A.shape)
@@ -315,7 +320,7 @@ class _Back(NamedTuple):
             dx = torch.zeros_like(x)
             for tile in head.tiles():
                 add_product(dx, self._logits(x, rows, tile), head.tile(tile))
-            if group is not None:
+            if group is not None and not partial:
                 vocab_parallel.add(dx, group)
             if every is not None:
                 grad, done = every.view(-1, head.D), head.to_hidden(dx)[: rows.stop - rows.start].to(every.dtype)
@@ -325,6 +330,8 @@ class _Back(NamedTuple):
                     grad.index_copy_(0, head.active[rows], done)
             if total is not None:
                 head.add_to_factor(total, dx, x)
+        if total is not None and group is not None and partial:
+            vocab_parallel.add(total, group)
         return every, None if total is None or lora is None else total.to(lora.A.dtype)
 
     def rows_of_head(
@@ -367,8 +374,7 @@ class _Back(NamedTuple):
         row, upstream = self.row.of(rows), self.upstream.of(rows)
         dy = gradient(cap(logits, self.softcap), self.ids[rows] - tile.start, self.T[rows], row, upstream, among)
         if self.listed is not None:
-            ids, values = self.listed
-            dy = listed_ids.put(dy, ids[rows], values[rows], tile.start)
+            dy = self.listed.put(dy, rows.start, tile.start)
         dz = uncap(dy, logits, self.softcap) * self.head.scale
         if self.head.counted is not None:
             dz = torch.where(self.head.counted[rows, None], dz, 0.0)

@@ -149,6 +149,7 @@ def _one_pass(call: LinearPolicyLossCall, wanted: tuple[bool, ...]) -> tuple[Los
         entropy=call.entropy,
         batch=batch.at(some),
         config=config,
+        partial=call.partial_grad,
     )
     into = Gradients(
         hidden=torch.zeros_like(flat, memory_format=torch.contiguous_format) if wanted[0] else None,

@@ -36,10 +36,10 @@ from rlkernel_common.row_statistics import (
     tile_width,
     uncap,
 )
-from rlkernel_common.row_views import free_rows, shaped, take
+from rlkernel_common.row_views import free_rows, places, shaped, take
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
-from rlkernel_core.spec.listed_ids import ids_per_row
+from rlkernel_core.spec.listed_ids import flat_ids, ids_per_row, listed_shape
 from rlkernel_core.spec.logprob import LogprobCall, LogprobResult, Support
 
 # Logits of a block of rows: 16 MiB in fp32. Speed only; bits do not depend on it.
@@ -65,6 +65,7 @@ class LogprobPair(Pair[LogprobCall, LogprobResult]):
         super().__init__(call)
         self._T = call.temperature if isinstance(call.temperature, float | int) else None
         self._softcap, self._rows = call.softcap, call.logits.shape[:-1]
+        self._K = ids_per_row(call.ids, call.logits)
 
     def forward(self, call: LogprobCall) -> tuple[LogprobResult, Saved]:
         """The result, and the law of every row."""
@@ -74,7 +75,7 @@ class LogprobPair(Pair[LogprobCall, LogprobResult]):
 
     def backward(self, saved: Saved, grads: Saved) -> Saved:
         """One read of the logits and one write."""
-        logits, mask, each_T, kept_ids, offsets, ids, first, *numbers, many, many_y = saved
+        logits, mask, each_T, kept_ids, offsets, ids, first, *numbers, many, many_row, many_y = saved
         value, top, log_total, mean, kept_top, kept_log_total = numbers
         if logits is None or ids is None or value is None or top is None or log_total is None:
             raise RLKernelError("logprob: its backward pass got less than its forward pass saved")
@@ -86,9 +87,12 @@ class LogprobPair(Pair[LogprobCall, LogprobResult]):
         counted = None if mask is None else mask.reshape(-1)
         flat = free_rows(logits)
         of_ids, *of_rows = [None if x is None else x.reshape(-1) for x in grads]
-        each = None
-        if many is not None and of_ids is not None:
-            each, of_ids = listed_ids.upstream_of(many, of_ids)
+        listed = None
+        if many is not None and many_row is not None and many_y is not None and of_ids is not None:
+            each, total = listed_ids.upstream_of(many, many_row, of_ids, len(ids))
+            found = listed_ids.gradient_at(many, many_row, many_y, ids, T, row, (each, total), *of_rows[:2])
+            listed = listed_ids.ListedGradient(_local(many, offset), many_row, found, self._K)
+            of_ids = total.to(T.dtype)
         g, local = selected((of_ids, *of_rows), ids, counted), ids - offset
         every = torch.empty_like(logits, memory_format=torch.contiguous_format)
         grad = every.view(-1, flat.shape[-1])
@@ -96,32 +100,29 @@ class LogprobPair(Pair[LogprobCall, LogprobResult]):
             x = take(flat, rows).to(T.dtype)
             kept = None if support is None else support.block(rows.start, x.shape[0], 0, x.shape[1])
             dy = gradient(cap(x, self._softcap), local[rows], T[rows], row.of(rows), g.of(rows), kept)
-            if each is not None and many is not None and many_y is not None:
-                listed = many[rows], many_y[rows]
-                dy = listed_ids.put(
-                    dy,
-                    listed[0],
-                    listed_ids.gradient_at(*listed, ids[rows], T[rows], row.of(rows), each[rows], g.of(rows)),
-                    offset,
-                )
+            if listed is not None:
+                dy = listed.put(dy, rows.start, 0)
             dx = uncap(dy, x, self._softcap)
             grad[rows] = dx if counted is None else torch.where(counted[rows, None], dx, 0.0)
         return (every,)
 
     @classmethod
     def saved_like(cls, call: LogprobCall, result: LogprobResult, wanted: tuple[bool, ...]) -> Saved:
-        """Arguments, [N] ids and numbers for each field of the law that the gradient reads, and listed ids [N, K]."""
+        """Arguments, [N] ids and numbers for each field of the law that the gradient reads, and listed ids [M]."""
         del wanted
-        N, K = math.prod(call.logits.shape[:-1]), ids_per_row(call.ids, call.logits)
+        N, ids = math.prod(call.logits.shape[:-1]), flat_ids(call.ids)
 
         def number(*more: int) -> Tensor:
             return result.logprob.new_empty((N, *more))
 
         mean = None if result.entropy is None else number()
         kept = (None, None) if call.support is None else (number(), number())
-        chosen = call.ids.new_empty(N, dtype=torch.int64)
+        chosen = ids.new_empty(N, dtype=torch.int64)
         first = None if call.group is None else chosen.new_empty(())
-        listed = (None, None) if K is None else (chosen.new_empty((N, K)), number(K))
+        listed: Saved = (None, None, None)
+        if listed_shape(call.ids, call.logits) is not None:
+            M = ids.numel()
+            listed = chosen.new_empty(M), chosen.new_empty(M), result.logprob.new_empty(M)
         return *_arguments(call), chosen, first, number(), number(), number(), mean, *kept, *listed
 
 
@@ -138,9 +139,11 @@ def _forward(call: LogprobCall) -> tuple[LogprobResult, Tensor, Tensor | None, S
     The ids that may be used ([N], -1: none), the first id of this rank where there is a group, the law of every row,
     and listed ids with their logits.
     """
-    logits, ids, mask, top_logprobs, support = call.logits, call.ids, call.mask, call.top_logprobs, call.support
-    rows, N, K = logits.shape[:-1], logits.shape[:-1].numel(), ids_per_row(ids, logits)
-    shard = vocab_parallel.locate(call.group, logits.shape[-1], N, K or 1, logits.device, "ids", "[N, K]")
+    logits, mask, top_logprobs, support = call.logits, call.mask, call.top_logprobs, call.support
+    ids, shape = flat_ids(call.ids), listed_shape(call.ids, logits)
+    rows, N = logits.shape[:-1], logits.shape[:-1].numel()
+    K = 1 if shape is None else shape[1]
+    shard = vocab_parallel.locate(call.group, logits.shape[-1], N, K, logits.device, "ids", "[N, K]")
     if call.validate:
         check_values(call, int(shard.V))
     dtype = accumulator(logits)
@@ -151,12 +154,12 @@ def _forward(call: LogprobCall) -> tuple[LogprobResult, Tensor, Tensor | None, S
         scale = temperatures(call.logits_scale, rows, dtype, logits.device)  # NaN where it has no meaning
         flat, coded = flat.view(torch.uint8), _Coded(logits.dtype, scale)
     listed, y = None, None
-    if K is None:
+    if shape is None:
         chosen = choose(ids.reshape(-1), counted, shard.V, kept)
     else:
-        listed = listed_ids.list_ids(ids.reshape(N, K), counted, shard.V)
-        y = cap(_at(flat, listed.ids, shard, coded, dtype), call.softcap)
-        chosen = Chosen(listed_ids.chosen_of(listed.ids, y), counted, listed.invalid)
+        listed = listed_ids.list_ids(call.ids, N, counted, shard.V)
+        y = cap(_at(flat, listed, shard, coded, dtype), call.softcap)
+        chosen = Chosen(listed_ids.chosen_of(listed, y, N), counted, listed.invalid)
     row = _statistics(flat, coded, chosen.ids, T, kept, shard, call.softcap, moment=call.entropy)
     values, lse, H, mass = results(row, chosen.ids, chosen.counted)
     if listed is not None and y is not None:
@@ -172,7 +175,7 @@ def _forward(call: LogprobCall) -> tuple[LogprobResult, Tensor, Tensor | None, S
         invalid=chosen.invalid.view(ids.shape),
     )
     first = shard.offset if isinstance(shard.offset, Tensor) else None
-    return result, chosen.ids, first, row, (None if listed is None else listed.ids, y)
+    return result, chosen.ids, first, row, (None, None, None) if listed is None else (listed.ids, listed.row, y)
 
 
 class _Coded(NamedTuple):
@@ -188,15 +191,22 @@ def _wide(flat: Tensor, rows: slice, coded: _Coded | None, dtype: torch.dtype) -
     return x.to(dtype) if coded is None else x.view(coded.kind).to(dtype) * coded.scale[rows, None]
 
 
+def _local(ids: Tensor, offset: Tensor | int) -> Tensor:
+    """Listed ids counted from a rank's first, below 0 where there is none."""
+    return torch.where(ids >= 0, ids - offset, -1)
+
+
 def _at(
-    flat: Tensor, ids: Tensor, shard: vocab_parallel.Shard, coded: _Coded | None, dtype: torch.dtype
-) -> Tensor:  # fmt: skip
-    """[N, K] logits at listed ids, before the cap, any number where there is none; no row is copied."""
-    local = ids - shard.offset
+    flat: Tensor, listed: listed_ids.ListedIds, shard: vocab_parallel.Shard, coded: _Coded | None, dtype: torch.dtype
+) -> Tensor:
+    """[M] logits at listed ids, before the cap, any number where there is none; no row is copied."""
+    local = _local(listed.ids, shard.offset)
     at = local.clamp(0, flat.shape[-1] - 1)
-    places = at if flat.dim() == 2 else at.view(*flat.shape[:-1], -1)
-    found = flat.gather(-1, places).reshape(ids.shape)
-    y = found.to(dtype) if coded is None else found.view(coded.kind).to(dtype) * coded.scale[:, None]
+    if not flat.shape[:-1].numel():
+        y = at.new_zeros(at.shape, dtype=dtype)
+    else:
+        found = flat[(*places(flat, listed.row), at)]
+        y = found.to(dtype) if coded is None else found.view(coded.kind).to(dtype) * coded.scale[listed.row]
     if shard.group is not None:
         y = torch.where(at == local, y, 0.0)
         vocab_parallel.add(y, shard.group)  # each id lies on one rank

@@ -23,7 +23,7 @@ from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.policy_kinds import Correction
 from rlkernel_core.spec.qmatmul import LoRA
-from rlkernel_core.spec.sampling import LogitBias
+from rlkernel_core.spec.sampling import LogitBias, TokenLists
 from rlkernel_triton.launchers import Recorder, using
 from rlkernel_triton.quant import layouts
 
@@ -46,6 +46,10 @@ def _whole(*shape: int) -> Tensor:
 
 def _flags(*shape: int) -> Tensor:
     return _real(*shape, dtype=torch.bool)
+
+
+def _lists(B: int) -> TokenLists:
+    return TokenLists(_whole(9 * B), _whole(B + 1))
 
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -96,6 +100,12 @@ _LOGPROB: Final = {
          "temperature": _real(260), "mask": _flags(260)},
         ("logprob",),
     ),
+    **{
+        f"{name}, lists": Workload(
+            {"logits": _real(260, _V, dtype=dtype, grad=True), "ids": _lists(260), "mask": _flags(260)}, ("logprob",)
+        )
+        for name, dtype in (("bf16", BF16), ("fp32", FP32))
+    },
 }  # fmt: skip
 
 _B: Final = 8
@@ -334,6 +344,12 @@ _LINEAR: Final = {
         ),
         ("logprob",),
     ),
+    **{
+        f"{name}, lists, mask": Workload(
+            _head(260, dtype=dtype, ids=_lists(260), mask=_flags(260), lora=_lora(_V, dtype, grad=True)), ("logprob",)
+        )
+        for name, dtype in (("bf16", BF16), ("fp32", FP32))
+    },
 }
 
 

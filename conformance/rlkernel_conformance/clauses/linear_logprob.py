@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.clauses import linear_logprob_calls, linear_logprob_lora, listed_ids, quantized_heads
+from rlkernel_conformance.clauses import (
+    linear_logprob_calls,
+    linear_logprob_lora,
+    listed_ids,
+    quantized_heads,
+    ragged_ids,
+)
 from rlkernel_conformance.clauses.linear_logprob_heads import (
     TEMPERATURES,
     Head,
@@ -29,7 +35,7 @@ from rlkernel_conformance.subject import Subject
 from rlkernel_core.spec.logprob import LogprobResult, Support
 
 # whose attacks are registered with these
-__all__ = ["linear_logprob_calls", "linear_logprob_lora", "listed_ids", "quantized_heads"]
+__all__ = ["linear_logprob_calls", "linear_logprob_lora", "listed_ids", "quantized_heads", "ragged_ids"]
 
 
 def options(subject: Subject) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from rlkernel_conformance.clauses.linear_logprob_heads import (
     heads,
     lists,
     of_shard,
+    operand_gradients,
     small,
     with_leaves,
 )
@@ -127,6 +128,33 @@ def shards_equal_the_whole(subject: Subject, case: Head) -> None:
     size = float(whole["weight"].double().norm())
     for found in (*({n: grads[n] for n in everywhere} for _, grads in ranks), joined):
         check_gradients(subject, found, {n: plain(whole[n], n) for n in found}, case.dtype, size)
+
+
+@attack("LL-44", lambda s: heads(s, plainly=True, N=4), scale=0.2)
+def parts_of_a_gradient_are_left_to_be_added(subject: Subject, case: Head) -> None:
+    """Two ranks with shards of different sizes: each part is that of its columns; all else is as without parts."""
+    case = replace(case, V=max(case.V, 7), bias="bias" in subject.claims, rank=3 if "lora" in subject.claims else 0)
+    given, cuts = case.given(subject), [0, case.V // 3, case.V]
+
+    def on_rank(rank: int, group: Any) -> Any:
+        mine, found = of_shard(given, slice(*cuts[rank : rank + 2])), []
+        for partial in (False, True):
+            call, leaves = with_leaves(mine)
+            out = subject(**call, group=group, partial_grad=partial)
+            found.append((out, gradients({"logprob": out.logprob}, {"logprob": torch.ones_like(out.logprob)}, leaves)))
+        return found
+
+    dz = definition(given, {"logprob": np.ones(case.N)}).grad
+    size = float(np.linalg.norm(operand_gradients(given, dz)["weight"]))
+    for rank, ((out, whole), (parted, part)) in enumerate(on_ranks(subject, 2, on_rank)):
+        same_results(parted, out, "where a gradient is left a part")
+        columns = slice(*cuts[rank : rank + 2])
+        want = operand_gradients(of_shard(given, columns), dz[:, columns])["hidden"]
+        check_gradients(subject, part, {"hidden": want}, case.dtype, size)
+        for name in set(whole) - {"hidden", "lora.A"}:
+            same_bits(f"d{name}", part[name], whole[name], "where that of hidden is left a part")
+        if "lora.A" in whole:
+            check_gradients(subject, part, {"lora.A": plain(whole["lora.A"], "lora.A")}, case.dtype, size)
 
 
 @attack("LL-21", lambda s: heads(s, plainly=True), scale=0.3)

@@ -12,6 +12,7 @@ import torch
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.call_checks import leaves, same_results
+from rlkernel_conformance.clauses import linear_policy_loss_ranks
 from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.clauses.linear_logprob_heads import (
     Head,
@@ -39,6 +40,8 @@ from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import policy_loss as oracle
 from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.policy_loss import KINDS
+
+__all__ = ["linear_policy_loss_ranks"]  # the attacks of that module are registered together
 
 WIDE = 1024  # a row of logits in fp32 is 4096 bytes: one that is kept per row of hidden shows
 

@@ -121,6 +121,13 @@ def factor_detached(call: Any) -> LoRA | None:
     return replace(lora, A=plant.with_gradient_times(lora.A, 0.0))
 
 
+def part_of_the_factor(call: Any) -> LoRA | None:
+    lora: LoRA | None = call.lora
+    if lora is None or not lora.A.requires_grad or not call.partial_grad:
+        return lora
+    return replace(lora, A=plant.with_gradient_times(lora.A, 0.5))
+
+
 def shifted_shards(call: Any) -> Tensor:
     ids: Tensor = call.ids
     return ids if call.group is None else ids + call.group.rank()
@@ -226,5 +233,7 @@ BUGS: Final = {
         "LL-39", "a quantized head decoded to 16 bits", plant.maps(weight=decoded_to_16_bits)
     ),
     "merges_once": Bug("LL-38", "an adapter merged when it is first seen", merges_once),
+    "partial_grad_ignored": Bug("LL-44", "dX is added up all the same", plant.given(partial_grad=False)),
+    "factor_left_a_part": Bug("LL-44", "dA is left a part of it, too", plant.given(lora=part_of_the_factor)),
     **OF_A_HEAD,
 }

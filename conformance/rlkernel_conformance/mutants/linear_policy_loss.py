@@ -138,6 +138,7 @@ BUGS: Final = {
     "anonymous_errors": plant.anonymous_errors("LPL-18"),
     "lora_ignored": Bug("LPL-20", "an adapter of the head accepted and ignored", plant.ignores("lora")),
     "factor_detached": Bug("LPL-20", "no gradient reaches A of an adapter", plant.given(lora=factor_detached)),
+    "partial_grad_ignored": Bug("LPL-22", "dX is added up all the same", plant.given(partial_grad=False)),
     "local_counts": Bug("LPL-19", "counts of the rank at hand: a group without effect", plant.ignores("process_group")),
     "gradient_to_be_summed": Bug(
         "LPL-19",

@@ -11,6 +11,7 @@ from torch import Tensor
 from rlkernel_conformance.mutants import logprob_ranks, plant
 from rlkernel_conformance.mutants.bug import Bug, Run
 from rlkernel_conformance.mutants.listed_ids import OF_LOGITS
+from rlkernel_core.spec.listed_ids import flat_ids
 from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
 
 _KEPT: Final[dict[tuple[int, int], LogprobResult]] = {}
@@ -47,7 +48,7 @@ def gradient_with_an_offset(call: LogprobCall, out: LogprobResult) -> Tensor:
 def without_the_tail(call: LogprobCall) -> Tensor:
     V = call.logits.shape[-1]
     ids = torch.arange(V)
-    return torch.where((ids >= V - V % 8) & (ids != call.ids[..., None]) & (V > 8), -torch.inf, call.logits)
+    return torch.where((ids >= V - V % 8) & (ids != flat_ids(call.ids)[..., None]) & (V > 8), -torch.inf, call.logits)
 
 
 def first_token_favored(call: LogprobCall) -> Tensor:

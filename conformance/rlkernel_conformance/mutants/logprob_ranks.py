@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rlkernel_conformance.mutants import plant
 from rlkernel_conformance.mutants.bug import Bug, How, Run
+from rlkernel_core.spec.listed_ids import flat_ids
 from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
 
 
@@ -39,7 +40,8 @@ def entropy_of_this_rank(right: Run, call: LogprobCall) -> LogprobResult:
 
 
 def shifted_ids(call: LogprobCall) -> Tensor:
-    return call.ids + call.group.rank() * (call.ids >= 0)  # type: ignore[union-attr]  # it is there
+    ids = flat_ids(call.ids)
+    return ids + call.group.rank() * (ids >= 0)  # type: ignore[union-attr]  # it is there
 
 
 def support_of_a_shard(right: Run, call: LogprobCall) -> LogprobResult:

@@ -28,7 +28,7 @@ def factors(subject: Subject) -> Mapping[str, Sequence[Any]]:
         "rows": logprob.ROWS,
         **heads.head_factors(subject),
         "ids": ("inside", "edges", "outside"),
-        "K": claimed(subject, {0: "", **dict.fromkeys((1, 3, 70), "many_ids")}),
+        "K": claimed(subject, logprob.COUNTS),
         "temperature": claimed(subject, {"1": "", "0.7": "", **dict.fromkeys(PER_ROW, "per_row_temperature")}),
         "mask": claimed(subject, {"": "", "some": "mask", "none": "mask", "all": "mask"}),
         "entropy": claimed(subject, {False: "", True: "entropy"}),
@@ -43,7 +43,9 @@ def arguments(subject: Subject, point: Point) -> Given:
     n = math.prod(rows)
     given = heads.head_of(subject, point, n // copies)
     ids = logprob.ids_of(point, (n // copies,), point["V"], heads.forbidden(given, n // copies))
-    given["ids"] = ids.tile(copies).view(rows) if copies > 1 else ids.view((*rows, *ids.shape[1:]))
+    if point.levels.get("K") != logprob.RAGGED:
+        ids = ids.tile(copies).view(rows) if copies > 1 else ids.view((*rows, *ids.shape[1:]))
+    given["ids"] = logprob.on(subject.device, ids)
     hidden = given["hidden"].tile(copies, 1)
     if point["mask"]:
         given["mask"] = logprob.mask_of(point, rows, "cpu")
@@ -100,10 +102,13 @@ def _results(subject: Subject, given: Given, law: logprob.Law, copies: int) -> d
     def shaped(x: Any) -> Any:
         return np.concatenate([x] * copies).reshape((*shape, *x.shape[1:]))
 
-    found = {"invalid": Want(shaped(law.invalid), 0.0, "bool")}
+    def placed(name: str, x: Any) -> Any:
+        return law.listed(x) if name in {"logprob", "invalid"} and law.of_list is not None else shaped(x)
+
+    found = {"invalid": Want(placed("invalid", law.invalid), 0.0, "bool")}
     for name, (row, x, scale) in values.items():
         want = Want.near(subject, row, dtype, np.where(logprob.of_ids(law.mask, x), x, 0.0), scale=scale, stored=stored)
-        every, allowed = (shaped(a) for a in (want.values, want.allowed))
+        every, allowed = (placed(name, a) for a in (want.values, want.allowed))
         found[name] = Want(every, allowed, stored)
     return found
 
@@ -122,7 +127,7 @@ SPACE = Space(
     expected,
     {
         **heads.OPERANDS,
-        "ids": Argument(dtypes=(*logprob.INTEGERS, "int16")),
+        **logprob.IDS,
         "temperature": logprob.TENSORS["temperature"],
         "mask": Argument(given=Rule(("mask",), bool)),
         "support.ids": Argument(SAME_VALUES, logprob.INTEGERS, Rule(("support",), bool)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,9 +19,11 @@ from rlkernel_conformance.spaces.space import Argument, Given, Point, Rule, Spac
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import logprob as definition
 from rlkernel_core.spec.logprob import Support
+from rlkernel_core.spec.sampling import TokenLists
 
 ROWS = ((5,), (), (2, 3), (1,), (2, 1, 2), (0,))
 VOCABULARIES = (33, 1, 2, 128, 1000, 4099)
+RAGGED = "ragged"
 # Around powers of two and edges of tiles, and vocabularies of Llama 2 and 3, Qwen and Gemma.
 REAL = (1023, 1025, 8193, 16385, 32000, 65537, 128256, 131073, 151936, 262144)
 
@@ -34,7 +36,7 @@ def factors(subject: Subject) -> Mapping[str, Sequence[Any]]:
         "values": tuple(draw.LOGITS),
         "dtype": subject.dtypes,
         "ids": ("inside", "edges", "outside"),
-        "K": claimed(subject, {0: "", **dict.fromkeys((1, 3, 70), "many_ids")}),
+        "K": claimed(subject, COUNTS),
         "temperature": claimed(subject, {"1": "", "0.7": "", **dict.fromkeys(PER_ROW, "per_row_temperature")}),
         "softcap": claimed(subject, {None: "", 1.5: "softcap", 50.0: "softcap"}),
         "mask": claimed(subject, {"": "", "some": "mask", "none": "mask", "all": "mask"}),
@@ -45,6 +47,11 @@ def factors(subject: Subject) -> Mapping[str, Sequence[Any]]:
     }
 
 
+COUNTS: Mapping[Any, str] = {
+    0: "",
+    **dict.fromkeys((1, 3, 70), "many_ids"),
+    RAGGED: "ragged_ids",
+}  # ids of a row; 0: one, in no list
 PER_ROW = ("rows", "number", "last of one")
 ONE_ID = Rule(("K", "support"), lambda K, support: not K or not support)
 RULES = (
@@ -76,11 +83,18 @@ def mask_of(point: Point, rows: tuple[int, ...], device: str) -> torch.Tensor:
     return mask.to(device)
 
 
-def ids_of(point: Point, rows: tuple[int, ...], V: int, impossible: Any = None) -> torch.Tensor:
+def ids_of(point: Point, rows: tuple[int, ...], V: int, impossible: Any = None) -> Any:
     """Ids in range, at its edges, or every second one out of it; none where `impossible` [N, V] holds.
 
-    One of each row, or K of which some are the same.
+    One of each row, or K of which some are the same, or lists of none to 70.
     """
+    if point.levels.get("K") == RAGGED:
+        lengths = torch.tensor((1, 0, 5, 70, 2))[(torch.arange(math.prod(rows)) + point.seed) % 5]
+        one = Point(point.seed, {**point.levels, "K": 0})
+        every = impossible if impossible is None else impossible.repeat_interleave(lengths, 0)
+        ids = ids_of(one, (int(lengths.sum()),), V, every)
+        behind = torch.tensor([0, V])
+        return TokenLists(torch.cat((ids, behind)), torch.cat((lengths.new_zeros(1), lengths.cumsum(0))))
     if K := point.levels.get("K"):
         one = Point(point.seed, {**point.levels, "K": 0})
         every = impossible if impossible is None else impossible.repeat_interleave(K, 0)
@@ -96,6 +110,11 @@ def ids_of(point: Point, rows: tuple[int, ...], V: int, impossible: Any = None) 
     if point["ids"] == "outside":
         ids = torch.where(torch.arange(n) % 2 == 0, torch.tensor([-100, -1, V, V + 1])[torch.arange(n) % 4], ids)
     return ids.view(rows)
+
+
+def on(device: str, ids: Any) -> Any:
+    """Ids on a device."""
+    return TokenLists(ids.ids.to(device), ids.offsets.to(device)) if isinstance(ids, TokenLists) else ids.to(device)
 
 
 def support_of(point: Point, n: int, V: int, device: str) -> Support:
@@ -118,7 +137,7 @@ def arguments(subject: Subject, point: Point) -> Given:
     x = draw.logits(point["values"], n, V, point.seed, point["dtype"], "cpu")
     given: Given = {
         "logits": x.view(*rows, V).to(subject.device),
-        "ids": ids_of(point, rows, V, ~x.float().isfinite()).to(subject.device),
+        "ids": on(subject.device, ids_of(point, rows, V, ~x.float().isfinite())),
         "temperature": temperature_of(point, rows, subject.device),
     }
     given |= {"softcap": point["softcap"]} if point["softcap"] else {}
@@ -150,6 +169,7 @@ class Law:
     mask: Any  # [N]
     valid: Any  # [N] or [N, K]: the id is in range
     absent: Any  # the same: it is the padding of a list
+    of_list: Any  # (row, place) of the entries of lists of any length, which are filled up to one length; else None
     grad: Any  # [N, V] of the logits
     grad_scale: Any  # [N] what an error of the gradient is relative to
 
@@ -157,9 +177,15 @@ class Law:
     def of(cls, x: Any, given: Given, shape: tuple[int, ...], upstream: Mapping[str, Any]) -> Law:
         """Of logits [N, V] and the arguments of a call."""
         n, V = x.shape
-        ids = given["ids"].cpu().numpy().astype(np.int64)
-        several = ids.ndim > len(shape)
-        ids = ids.reshape((n, ids.shape[-1]) if several else n)
+        ids, of_list, size = given["ids"], None, 0
+        if isinstance(ids, TokenLists):
+            size, of_list, ids = len(ids.ids), *filled_up(ids)
+            upstream = {n: put(u, ids, of_list) if n == "logprob" else u for n, u in upstream.items()}
+            several = True
+        else:
+            ids = ids.cpu().numpy().astype(np.int64)
+            several = ids.ndim > len(shape)
+            ids = ids.reshape((n, ids.shape[-1]) if several else n)
         mask = given["mask"].cpu().numpy().reshape(-1) if "mask" in given else np.ones(n, bool)
         inside, t, kept = (ids >= 0) & (ids < V), given["temperature"], kept_of(given.get("support"))
         possible = [[k for k in row if 0 <= k < V] for row in kept or ()]
@@ -180,7 +206,8 @@ class Law:
         )
         absent = ids == -1 if several else np.zeros(n, bool)
         most = sum(np.abs(u) if u.ndim == 1 else np.abs(u).sum(1) for u in g.values()) / T if g else np.zeros(n)
-        return cls(shape, x, row, mask, valid, absent, row.grad, most * np.maximum(4, np.abs(row.lse)))
+        scale = most * np.maximum(4, np.abs(row.lse))
+        return cls(shape, x, row, mask, valid, absent, of_list and (*of_list, size), row.grad, scale)
 
     @property
     def logprob(self) -> Any:
@@ -191,6 +218,14 @@ class Law:
     def invalid(self) -> Any:
         """[N] or [N, K] flags."""
         return of_ids(self.mask, self.valid) & ~self.valid & ~self.absent
+
+    def listed(self, x: Any) -> Any:
+        """What belongs to ids, [N] or [N, K], in their shape; of lists of any length [M], 0 beyond the last."""
+        if self.of_list is None:
+            return x.reshape((*self.shape, *x.shape[1:]))
+        *at, size = self.of_list
+        inside = np.broadcast_to(x, self.valid.shape)[tuple(at)]
+        return np.concatenate((inside, np.zeros(size - len(inside), x.dtype)))
 
     def results(self, subject: Subject, dtype: str, given: Given) -> dict[str, Want]:
         """Of all that was asked for."""
@@ -203,10 +238,16 @@ class Law:
             shape = (*self.shape, *values.shape[1:])
             return Want(want.values.reshape(shape), want.allowed.reshape(shape), want.dtype)
 
+        of_id = near("logprob", self.logprob, 2 * of_ids(size, self.valid))
+        shape = self.valid.shape
         found = {
-            "logprob": near("logprob", self.logprob, 2 * of_ids(size, self.valid)),
+            "logprob": replace(
+                of_id,
+                values=self.listed(of_id.values.reshape(shape)),
+                allowed=self.listed(of_id.allowed.reshape(shape)),
+            ),
             "lse": near("lse", row.lse, size),
-            "invalid": Want(self.invalid.reshape((*self.shape, *self.valid.shape[1:])), 0.0, "bool"),
+            "invalid": Want(self.listed(self.invalid), 0.0, "bool"),
         }
         if given.get("entropy"):
             found["entropy"] = near("entropy", row.entropy, np.maximum(1, np.abs(row.lse) / 4))
@@ -227,6 +268,23 @@ class Law:
         return definition.logprob(self.logits, ids, temperature=T, softcap=given.get("softcap")).logprob
 
 
+def filled_up(lists: TokenLists) -> tuple[Any, Any]:
+    """Row and place of each entry of lists; and the lists filled up with -1, [N, K]."""
+    offsets = lists.offsets.cpu().numpy().astype(np.int64)
+    lengths = np.diff(offsets)
+    ids = np.full((len(lengths), max([1, *lengths])), -1, np.int64)
+    there = np.arange(ids.shape[1]) < lengths[:, None]
+    ids[there] = lists.ids.cpu().numpy()[: offsets[-1]]
+    return np.nonzero(there), ids
+
+
+def put(g: Any, ids: Any, of_list: Any) -> Any:
+    """[N, K] upstream gradients from those of the entries of lists, [M]."""
+    out = np.zeros(ids.shape)
+    out[of_list] = np.asarray(g)[: len(of_list[0])]
+    return out
+
+
 def of_ids(of_rows: Any, like: Any) -> Any:
     """[N] numbers of rows as they belong to ids, `like` of which is [N] or [N, K]."""
     return of_rows.reshape(-1, *[1] * (like.ndim - 1))
@@ -241,9 +299,15 @@ def kept_of(support: Support | None) -> list[list[int]] | None:
 
 
 INTEGERS = ("int64", "int32")
+IN_LISTS = Rule(("K",), lambda K: K == RAGGED)
+IDS = {
+    "ids": Argument(dtypes=(*INTEGERS, "int16"), given=Rule(("K",), lambda K: K != RAGGED)),
+    "ids.ids": Argument(SAME_VALUES, INTEGERS, IN_LISTS),
+    "ids.offsets": Argument(SAME_VALUES, INTEGERS, IN_LISTS),
+}
 TENSORS = {
     "logits": Argument(),
-    "ids": Argument(dtypes=(*INTEGERS, "int16")),
+    **IDS,
     "temperature": Argument(
         dtypes=("float32", "float64", "bfloat16"), given=Rule(("temperature",), lambda t: t in PER_ROW)
     ),

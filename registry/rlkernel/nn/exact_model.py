@@ -36,6 +36,7 @@ from rlkernel.nn.generate import Generated, rollout
 from rlkernel.nn.generate_checks import check_decisions, check_elsewhere, ends_of, prompt_rows
 from rlkernel.nn.linear import QuantLinear
 from rlkernel.nn.paged_decoder import Decoder, Draws
+from rlkernel.spread import group_of
 from rlkernel_core.decision import Decision
 from rlkernel_core.errors import ArgumentError, HostError
 
@@ -180,9 +181,10 @@ def exact(model: Any, *, group: ProcessGroup | None = None, split: bool = False,
     Args:
         model: a causal language model of transformers; quantized layers of `rlkernel.nn` may be in it, where ranks do
             not share them.
-        group: ranks that share the layers, 2, 4 or 8, each with the same model. A rank keeps its heads and its part of
-            the MLP and of the head, and the whole weights are freed. `model.lm_head.weight` is a share of the
-            vocabulary, for `linear_logprob(group=)`; logits are gathered. `whole_parameters()` gathers weights.
+        group: ranks (or a DeviceMesh of one dimension) that share the layers, 2, 4 or 8, each with the same model. A
+            rank keeps its heads and its part of the MLP and of the head, and the whole weights are freed.
+            `model.lm_head.weight` is a share of the vocabulary, for `linear_logprob(group=)`; logits are gathered.
+            `whole_parameters()` gathers weights.
         split: add in the order of ranks that share the layers, without any: a rollout on one rank beside a trainer on
             several has the same bits. A group implies it.
         force: take a version of transformers outside the window, too, if its symbols are what they were.
@@ -207,6 +209,7 @@ def exact(model: Any, *, group: ProcessGroup | None = None, split: bool = False,
     utils.AttentionInterface.register(NAME, attention_by(entry.calls))
     masks.AttentionMaskInterface.register(NAME, places)
     made = dict(_replacements(model, force=force))
+    group = group_of(group)
     if split or group is not None:
         made |= dict(split_layers(model, made, group))
     before = _logits(model)

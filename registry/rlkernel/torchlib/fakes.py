@@ -32,6 +32,7 @@ from rlkernel_core.spec.linear import LinearCall
 from rlkernel_core.spec.linear_divergence import LinearDivergenceCall
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
+from rlkernel_core.spec.listed_ids import flat_ids
 from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
 from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
 from rlkernel_core.spec.policy_loss import LossFields, LossResult, LossStats, PolicyLossCall
@@ -61,17 +62,19 @@ def _linear_logprob(call: LinearLogprobCall) -> LogprobResult:
 
 
 def _of_rows(call: LogprobCall | LinearLogprobCall, rows: torch.Size, state: torch.dtype, n: int) -> LogprobResult:
+    ids = flat_ids(call.ids)
+
     def row(*more: int, dtype: torch.dtype = state) -> Tensor:
-        return call.ids.new_empty((*rows, *more), dtype=dtype)
+        return ids.new_empty((*rows, *more), dtype=dtype)
 
     return LogprobResult(
-        logprob=call.ids.new_empty(call.ids.shape, dtype=state),
+        logprob=ids.new_empty(ids.shape, dtype=state),
         lse=row(),
         entropy=row() if call.entropy else None,
         top_ids=row(n, dtype=torch.int64) if n else None,
         top_logprobs=row(n) if n else None,
         log_kept_mass=row() if call.support is not None else None,
-        invalid=call.ids.new_empty(call.ids.shape, dtype=torch.bool),
+        invalid=ids.new_empty(ids.shape, dtype=torch.bool),
     )
 
 

@@ -28,6 +28,7 @@ from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.form import filled
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall, stored_head
 from rlkernel_core.spec.linear_policy_loss import LinearPolicyLossCall
+from rlkernel_core.spec.listed_ids import flat_ids
 from rlkernel_core.spec.logprob import LogprobResult
 from rlkernel_cuda.linear_logprob import plan
 from rlkernel_cuda.linear_logprob.head import (
@@ -62,16 +63,18 @@ def fits(call: LinearLogprobCall) -> Reason | None:
             f"strides {list(weight.stride())} would have to be copied",
             "store the head contiguously, with D a multiple of 8",
         )
-    if max(call.ids.numel(), weight.shape[0]) >= 2**30:
+    if max(flat_ids(call.ids).numel(), weight.shape[0]) >= 2**30:
         return Reason(
-            "shape", "unsupported", f"{call.ids.numel()} rows by {weight.shape[0]} ids pass 32-bit coordinates"
+            "shape",
+            "unsupported",
+            f"{flat_ids(call.ids).numel()} rows by {weight.shape[0]} ids pass 32-bit coordinates",
         )
     return None
 
 
 def workspace(call: LinearLogprobCall) -> int:
     """Most bytes of a call beyond its results and gradients; of one whose limit is too low, the least."""
-    if not call.ids.numel():
+    if not flat_ids(call.ids).numel():
         return 0
     wanted = wanted_of(call)
     size = size_of(call, wanted, masked=call.mask is not None)
@@ -126,8 +129,8 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
     def saved_like(cls, call: LinearLogprobCall, result: LogprobResult, wanted: tuple[bool, ...]) -> Tensors:
         """The operands, what backward reads of the rows, and logits where they are saved."""
         del result
-        masked, save = call.mask is not None, call.backward == "save" and call.ids.numel() > 0
-        if call.max_workspace_bytes is not None and call.ids.numel():
+        masked, save = call.mask is not None, call.backward == "save" and flat_ids(call.ids).numel() > 0
+        if call.max_workspace_bytes is not None and flat_ids(call.ids).numel():
             size = size_of(call, Wanted(*wanted), masked=masked)
             save = _cut(size, call.backward, call.max_workspace_bytes, wanted=True).save
         return like(call, masked=masked, save=save)
@@ -144,7 +147,7 @@ def host_of(call: LinearLogprobCall, wanted: Wanted) -> Host:
             "support", type(call.support).__name__, "is not claimed by this implementation", "Leave it out."
         )
     cut = None
-    if call.ids.numel():
+    if flat_ids(call.ids).numel():
         size = size_of(call, wanted, masked=call.mask is not None)
         cut = _cut(size, call.backward, call.max_workspace_bytes, wanted=any(wanted))
     return Host(call, wanted, cut, masked=call.mask is not None)
@@ -152,10 +155,10 @@ def host_of(call: LinearLogprobCall, wanted: Wanted) -> Host:
 
 def like(call: LinearLogprobCall | LinearPolicyLossCall, *, masked: bool, save: bool) -> Tensors:
     """What `Host.forward` saves, as empty tensors; sizes may be symbols."""
-    N, (V, D) = call.ids.numel(), call.weight.shape
+    N, (V, D) = flat_ids(call.ids).numel(), call.weight.shape
     rows = rows_like(call.hidden, N, D, masked=masked)
     logits = saved_like(call.hidden, N, V) if save else (None, None)
-    whole = None if call.group is None else call.ids.new_empty(N, dtype=torch.int32)
+    whole = None if call.group is None else flat_ids(call.ids).new_empty(N, dtype=torch.int32)
     return None if masked else call.hidden, stored_head(call), call.bias, *rows, whole, *logits
 
 
@@ -172,13 +175,13 @@ class Host:
     def __init__(
         self, call: LinearLogprobCall | LinearPolicyLossCall, wanted: Wanted, cut: plan.Plan | None, *, masked: bool
     ) -> None:
-        N, (V, D) = call.ids.numel(), call.weight.shape
-        self._shape, self._device, self._dtypes = call.ids.shape, call.hidden.device, _dtypes(call)
+        N, (V, D) = flat_ids(call.ids).numel(), call.weight.shape
+        self._shape, self._device, self._dtypes = flat_ids(call.ids).shape, call.hidden.device, _dtypes(call)
         self._N, self._V, self._D, self._cut, self._wanted, self._group = N, V, D, cut, wanted, call.group
         self._keep, self._entropy, self._flat = any(wanted), call.entropy, call.hidden.dim() == 2
         T = None if isinstance(call.temperature, Tensor) else float(call.temperature)
         self._T_given, self._T_as_it_is = T is None, is_per_row(call.temperature, self._shape)
-        self._ids_as_they_are = call.ids.is_contiguous()
+        self._ids_as_they_are = flat_ids(call.ids).is_contiguous()
         kind = Kind(N, V, D, self._device, T, call.softcap, call.logit_scale, masked, call.bias is not None)
         if cut is not None:
             self._head = Head(kind, cut.forward_rows, keep=self._keep, entropy=call.entropy)
@@ -208,7 +211,7 @@ class Host:
             return result, ()
         if state is None:
             rows = rows_like(call.hidden, 0, self._D, masked=mask is not None)
-            whole = None if self._group is None else call.ids.new_empty(0, dtype=torch.int32)
+            whole = None if self._group is None else flat_ids(call.ids).new_empty(0, dtype=torch.int32)
         else:
             rows, whole = state.rows, None if self._group is None else state.target
         hidden = None if mask is not None else call.hidden
@@ -245,7 +248,7 @@ class Host:
         self, call: LinearLogprobCall | LinearPolicyLossCall, mask: Tensor | None, result: LogprobResult
     ) -> tuple[Given, Ranks | None, LogprobResult]:
         """The tensors of a call, flat; with a group, ids of this shard, and which ids of the whole are invalid."""
-        hidden, ids, T, ranks = call.hidden, call.ids, None, None
+        hidden, ids, T, ranks = call.hidden, flat_ids(call.ids), None, None
         hidden = hidden if self._flat else hidden.reshape(self._N, self._D)
         ids = ids if self._ids_as_they_are else ids.contiguous()
         if mask is not None and not mask.is_contiguous():
@@ -291,7 +294,7 @@ def size_of(call: LinearLogprobCall | LinearPolicyLossCall, wanted: Wanted, *, m
         masked: whether some rows do not count.
     """
     hidden, weight, group = call.hidden, stored_head(call), call.group
-    N, (V, D) = int(call.ids.numel()), map(int, weight.shape)
+    N, (V, D) = int(flat_ids(call.ids).numel()), map(int, weight.shape)
     copied = 0 if call.bias is None else 16 * V  # in fp32, its gradient and a slice's share of that
     if group is not None:  # dX in fp32 until the ranks have added theirs, and what each says of a row
         copied += (4 * D * wanted.hidden + 32 * (group.size() + 1)) * N

@@ -5,13 +5,16 @@ so that its log-probability keeps its precision where p is near 1. Every other l
 nothing there. Backward, those kernels get the sum of the gradients that arrive at the list; then the gradients of the
 listed logits, which differ from that, are written in their places. `rlkernel_common.listed_ids` has the formulas.
 
+Lists have K entries each, or, where RAGGED, those between two neighboring offsets; ids, logits and results then lie one
+behind the other, and entries beyond the last list are not written.
+
 One program a row. ENTRIES lanes take listed ids in turn and are merged at the end, so K changes no build. Gradients of
 repeated ids are added over all K in the order of the list: K^2 comparisons a row.
 
 Bytes of a row, beside those of one id: K ids of 4 or 8, K logits of 4, K results of 5; backward K ids, logits and
 gradients, and K of the logits' gradients. Random access makes 32 of each.
 
-Legend: N rows · K listed ids of a row · n rows of a block.
+Legend: N rows · K listed ids of a row · M those of all rows, N * K where all have as many · n rows of a block.
 """
 
 from __future__ import annotations
@@ -35,14 +38,25 @@ def is_id(x, whole, SHARDED: tl.constexpr):
     return (x >= 0) & (x < whole)
 
 
+@triton.jit
+def list_of(offsets, row, K, RAGGED: tl.constexpr):
+    """(first entry, entries) of a row's list."""
+    first = row.to(tl.int64) * K
+    if RAGGED:
+        first = tl.load(offsets + row).to(tl.int64)
+        K = (tl.load(offsets + row + 1).to(tl.int64) - first).to(tl.int32)
+    return first, K
+
+
 @triton.jit(do_not_specialize=["N", "K"])  # bits must not depend on them
 def choose_listed(
-    ids,  # [N, K]
+    ids,  # [M]
+    offsets,  # [N + 1], read where RAGGED
     mask,  # [N], read where HAS_MASK
-    y,  # [N, K] fp32 logits under the cap
+    y,  # [M] fp32 logits under the cap
     chosen,  # [N] int64
     N, K, whole,
-    HAS_MASK: tl.constexpr, ENTRIES: tl.constexpr,
+    HAS_MASK: tl.constexpr, RAGGED: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """The listed id with the largest logit, the first of equals; -1 where a row lists none, or is masked."""
     row = tl.program_id(0)
@@ -50,7 +64,7 @@ def choose_listed(
         if tl.load(mask + row) == 0:
             tl.store(chosen + row, tl.full([], -1, tl.int64))
             return
-    from_row = row.to(tl.int64) * K
+    from_row, K = list_of(offsets, row, K, RAGGED)
     lane = tl.arange(0, ENTRIES)
     best = tl.full([ENTRIES], float("-inf"), tl.float32)
     place = tl.full([ENTRIES], 0x7FFFFFFF, tl.int32)  # in the list, of each lane's best; this one: it has none
@@ -63,23 +77,24 @@ def choose_listed(
         best, place = tl.where(better, key, best), tl.where(better, at, place)
     found = tl.min(tl.where(best == tl.max(best, axis=0), place, 0x7FFFFFFF), axis=0)
     none = found == 0x7FFFFFFF
-    id = tl.load(ids + from_row + tl.where(none, 0, found)).to(tl.int64)
+    id = tl.load(ids + from_row + found, mask=none == 0, other=-1).to(tl.int64)
     tl.store(chosen + row, tl.where(none, -1, id))
 
 
 @triton.jit(do_not_specialize=["N", "K"])
 def listed_logprobs(
-    ids,  # [N, K]
+    ids,  # [M]
+    offsets,  # [N + 1], read where RAGGED
     mask,  # [N], read where HAS_MASK
     T,  # [N] where HAS_T, else a number
     chosen,  # [N] int64
-    y,  # [N, K] fp32 logits under the cap
+    y,  # [M] fp32 logits under the cap
     value,  # [N] fp32 ln p of the chosen ids, as `merge_softmax` wrote it
     saved,  # [6, N] fp32, the same
-    logprob,  # [N, K] fp32
-    invalid,  # [N, K] int8
+    logprob,  # [M] fp32
+    invalid,  # [M] int8
     N, K, whole,
-    HAS_MASK: tl.constexpr, HAS_T: tl.constexpr, ENTRIES: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_T: tl.constexpr, RAGGED: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Results of the listed ids of one row: 0 for padding, NaN for an invalid id; a masked row has zeros."""
     row = tl.program_id(0)
@@ -89,7 +104,7 @@ def listed_logprobs(
     scale = row_scale(T, row, HAS_T)
     top, log_total = tl.load(saved + row), tl.load(saved + N + row)
     own, best = tl.load(value + row), tl.load(chosen + row)
-    from_row = row.to(tl.int64) * K
+    from_row, K = list_of(offsets, row, K, RAGGED)
     for first in range(0, K, ENTRIES):
         at = first + tl.arange(0, ENTRIES)
         id = tl.load(ids + from_row + at, mask=at < K, other=-1).to(tl.int64)
@@ -103,20 +118,21 @@ def listed_logprobs(
 
 @triton.jit(do_not_specialize=["N", "K"])
 def listed_gradient(
-    ids,  # [N, K], counted from the first of this shard where SHARDED
+    ids,  # [M], counted from the first of this shard where SHARDED
+    offsets,  # [N + 1], read where RAGGED
     mask,  # [N], read where HAS_MASK
     T,  # [N] where HAS_T, else a number
     chosen,  # [N] int64, counted as the ids are
-    y,  # [N, K] fp32 logits under the cap
+    y,  # [M] fp32 logits under the cap
     saved,  # [6, N] fp32, as `merge_softmax` wrote it
-    g,  # [N, K] fp32 upstream gradient of logprob
+    g,  # [M] fp32 upstream gradient of logprob
     g_lse, g_entropy,  # [N] fp32, read where G_LSE, G_ENTROPY
     sums,  # [N] fp32: of g over the listed ids
-    values,  # [N, K] fp32
+    values,  # [M] fp32
     logit_scale, softcap,
     N, K, whole,
     HAS_MASK: tl.constexpr, HAS_T: tl.constexpr, HAS_CAP: tl.constexpr, SHARDED: tl.constexpr, G_LSE: tl.constexpr,
-    G_ENTROPY: tl.constexpr, ENTRIES: tl.constexpr,
+    G_ENTROPY: tl.constexpr, RAGGED: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the logit of each listed id, before the cap and the scale; a repeated id has one number."""
     row = tl.program_id(0)
@@ -132,7 +148,7 @@ def listed_gradient(
     top, log_total = tl.load(saved + row), tl.load(saved + N + row)
     mean, rest = tl.load(saved + 2 * N + row), tl.load(saved + 3 * N + row)
     best = tl.load(chosen + row)
-    from_row = row.to(tl.int64) * K
+    from_row, K = list_of(offsets, row, K, RAGGED)
     every = tl.zeros([ENTRIES], tl.float32)
     for first in range(0, K, ENTRIES):
         at = first + tl.arange(0, ENTRIES)
@@ -164,14 +180,15 @@ def listed_gradient(
 
 @triton.jit(do_not_specialize=["K", "first", "start", "width"])
 def put_listed(
-    ids,  # [N, K], counted as in `listed_gradient`
+    ids,  # [M], counted as in `listed_gradient`
+    offsets,  # [N + 1], read where RAGGED
     mask,  # [N], read where HAS_MASK
     index,  # [N] row at each place, read where HAS_INDEX
     count,  # [1] places that count, read where HAS_INDEX
-    values,  # [N, K] fp32
+    values,  # [M] fp32
     out,  # [n, width] columns start .. start + width of the gradient of places first .. first + n
     first, start, width, K, whole,
-    HAS_MASK: tl.constexpr, HAS_INDEX: tl.constexpr, SHARDED: tl.constexpr, ENTRIES: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_INDEX: tl.constexpr, SHARDED: tl.constexpr, RAGGED: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of the listed ids among these columns; places that do not count are left."""
     r = tl.program_id(0)
@@ -184,10 +201,11 @@ def put_listed(
         if tl.load(mask + row) == 0:
             return
     to = out + r.to(tl.int64) * width
+    from_row, K = list_of(offsets, row, K, RAGGED)
     for k in range(0, K, ENTRIES):
         at = k + tl.arange(0, ENTRIES)
-        id = tl.load(ids + row * K + at, mask=at < K, other=0).to(tl.int64)
+        id = tl.load(ids + from_row + at, mask=at < K, other=0).to(tl.int64)
         column = id - start
         here = is_id(id, whole, SHARDED) & (at < K) & (column >= 0) & (column < width)
-        dx = tl.load(values + row * K + at, mask=here, other=0.0)
+        dx = tl.load(values + from_row + at, mask=here, other=0.0)
         tl.store(to + tl.where(here, column, 0), stored_as(dx, out.dtype.element_ty), mask=here)

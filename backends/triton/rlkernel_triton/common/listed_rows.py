@@ -1,6 +1,6 @@
 """Several ids of each row: the launches that both operators share, bound for calls of one shape.
 
-Legend: N rows · K listed ids of a row.
+Legend: N rows · K listed ids of a row · M those of all rows, N * K where all have as many.
 """
 
 from __future__ import annotations
@@ -23,18 +23,30 @@ def local_ids(ids: Tensor, offset: Tensor | int) -> Tensor:
     return torch.where(ids >= 0, ids - offset, NO_ID)
 
 
+class Lists(NamedTuple):
+    """The ids of a call's lists as kernels read them."""
+
+    ids: Tensor  # M, contiguous
+    offsets: Tensor | None = None  # [N + 1] contiguous, where lists are ragged
+
+    @property
+    def pointers(self) -> tuple[Tensor, Tensor]:
+        """Ids and offsets; the pointer of ids in the place of offsets that are not there."""
+        return self.ids, self.ids if self.offsets is None else self.offsets
+
+
 class Listed(NamedTuple):
     """What the gradient needs of the listed ids."""
 
-    ids: Tensor  # N * K, contiguous; counted from a shard's first where the vocabulary is split
-    y: Tensor  # [N, K] fp32 logits under the cap
+    lists: Lists  # counted from a shard's first where the vocabulary is split
+    y: Tensor  # [M] fp32 logits under the cap
 
 
 class ListedGradient(NamedTuple):
     """Gradients that belong to listed ids."""
 
     sums: Tensor  # [N] of those that arrive at a row's listed ids
-    values: Tensor  # [N, K] of the logits
+    values: Tensor  # [M] of the logits
 
 
 # Writes to a block [n, width] of a gradient: of how many rows, from which place of their order and which column on.
@@ -47,7 +59,8 @@ class ListedRows:
     Args:
         launcher: what binds the kernels.
         rows: of the call; its masked rows are known by a mask, or by an order.
-        K: listed ids of a row.
+        sizes: N and K, or 1 and M where lists are ragged.
+        ragged: they are.
         whole: size of the whole vocabulary.
         sharded: the vocabulary is split, and ids are counted from a shard's first on the way back.
         ordered: masked rows stand last in an order, see `putting`.
@@ -55,11 +68,13 @@ class ListedRows:
     """
 
     def __init__(
-        self, launcher: Launcher, rows: RowShape, K: int, whole: int, *, sharded: bool = False, ordered: bool = False,
-        scale: float = 1.0,
+        self, launcher: Launcher, rows: RowShape, sizes: tuple[int, int], whole: int, *, ragged: bool,
+        sharded: bool = False, ordered: bool = False, scale: float = 1.0,
     ) -> None:  # fmt: skip
-        self._launcher, self._N, self.K, self._grid = launcher, rows.N, K, (rows.N, 1, 1)
-        self._sizes = {"N": rows.N, "K": K, "whole": whole, "ENTRIES": kernels.ENTRIES}
+        self._launcher, self._N, self.M, self._grid = launcher, rows.N, sizes[0] * sizes[1], (rows.N, 1, 1)
+        self.ragged, K = ragged, 0 if ragged else sizes[1]
+        self._sizes = {"N": rows.N, "K": K, "whole": whole, "RAGGED": ragged, "ENTRIES": kernels.ENTRIES}
+        self._new = torch.zeros if ragged else torch.empty  # entries beyond the last list are not written
         T = {name: x for name, x in rows.fixed.items() if name != "SUPPORT"}
         masked = rows.masked
         self._choose = self._bind(kernels.choose_listed, **self._sizes, HAS_MASK=masked)
@@ -77,23 +92,23 @@ class ListedRows:
     def _bind(self, kernel: Any, **fixed: Any) -> Launch:
         return self._launcher.bind(kernel, num_warps=kernels.WARPS, **fixed)
 
-    def chosen(self, ids: Tensor, mask: Tensor | None, y: Tensor) -> Tensor:
+    def chosen(self, lists: Lists, mask: Tensor | None, y: Tensor) -> Tensor:
         """[N] the id of each row with the largest logit; -1: none."""
         found = torch.empty(self._N, dtype=torch.int64, device=y.device)
         if self._N:
-            self._choose(self._grid, ids, ids if mask is None else mask, y, found)
+            self._choose(self._grid, *lists.pointers, lists.ids if mask is None else mask, y, found)
         return found
 
     def results(
-        self, ids: Tensor, of: RowTensors, y: Tensor, row: SoftmaxStats, shape: torch.Size
+        self, lists: Lists, of: RowTensors, y: Tensor, row: SoftmaxStats, shape: torch.Size
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Log-probabilities and whether ids are invalid, of a shape [..., K]; `of` has the chosen ids."""
-        logprob = torch.empty(shape, dtype=torch.float32, device=y.device)
-        invalid = torch.empty(shape, dtype=torch.bool, device=y.device)
+        """Log-probabilities and whether ids are invalid, of the shape of the ids; `of` has the chosen ids."""
+        logprob = self._new(shape, dtype=torch.float32, device=y.device)
+        invalid = self._new(shape, dtype=torch.bool, device=y.device)
         if self._N:
             self._logprobs(
-                self._grid, ids, of.mask_or_any, *of.temperatures, of.ids, y, row.logprob, row.saved, logprob,
-                invalid.view(torch.int8),
+                self._grid, *lists.pointers, of.mask_or_any, *of.temperatures, of.ids, y, row.logprob, row.saved,
+                logprob, invalid.view(torch.int8),
             )  # fmt: skip
         return logprob, invalid
 
@@ -113,11 +128,11 @@ class ListedRows:
                 kernels.listed_gradient, any_alignment=asked, **self._back, **flags
             )
         sums, values = torch.empty(
-            self._N * (1 + self.K), dtype=torch.float32, device=saved.device
-        ).unsafe_split_with_sizes((self._N, self._N * self.K))  # fmt: skip
+            self._N + self.M, dtype=torch.float32, device=saved.device
+        ).unsafe_split_with_sizes((self._N, self.M))  # fmt: skip
         launch(
-            self._grid, listed.ids, of.mask_or_any, *of.temperatures, of.ids, listed.y, saved, g.contiguous(),
-            *[saved if x is None else x.contiguous() for x in (g_lse, g_entropy)], sums, values,
+            self._grid, *listed.lists.pointers, of.mask_or_any, *of.temperatures, of.ids, listed.y, saved,
+            g.contiguous(), *[saved if x is None else x.contiguous() for x in (g_lse, g_entropy)], sums, values,
         )  # fmt: skip
         return ListedGradient(sums, values)
 
@@ -132,7 +147,8 @@ class ListedRows:
             order: index and count of the rows where masked ones stand last; anything where there is no order.
             mask: [N] where there is one and no order.
         """
-        rows = (listed.ids, listed.ids if mask is None else mask, *order, found.values)
+        lists = listed.lists
+        rows = (*lists.pointers, lists.ids if mask is None else mask, *order, found.values)
 
         def put(out: Tensor, n: int, first: int, start: int, width: int) -> None:
             self._put((n, 1, 1), *rows, out, first, start, width)

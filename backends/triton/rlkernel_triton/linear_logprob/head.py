@@ -195,8 +195,13 @@ class Head:
         wanted: tuple[bool, ...],
         group: dist.ProcessGroup | None,
         put: Put | None = None,
+        *,
+        partial: bool = False,
     ) -> tuple[Tensor | None, ...]:
-        """dX [..., D], dW [V, D], dbias [V], dA [r, D], dB [V, r], each only where wanted; put: several ids a row."""
+        """dX [..., D], dW [V, D], dbias [V], dA [r, D], dB [V, r], each only where wanted.
+
+        put: several ids a row; partial: dX is left as this rank's part.
+        """
         # Every block writes its rows and columns, so that no gradient need begin as zeros.
         d_hidden, d_weight, d_bias = (
             torch.empty_like(x, memory_format=torch.contiguous_format) if want and isinstance(x, Tensor) else None
@@ -204,9 +209,10 @@ class Head:
         )
         low = None if self._low_rank is None else self._low_rank.begin(of, wanted)
         dlogits = _Dlogits(self, of, saved, upstream, put)
+        across = None if partial else group  # of dX
         of_low_rank: tuple[Tensor | None, ...] = (None, None)
         if self._alone:
-            self._in_one_block(of, dlogits, d_hidden, d_weight, d_bias, low, group)
+            self._in_one_block(of, dlogits, d_hidden, d_weight, d_bias, low, across)
             return d_hidden, d_weight, d_bias, *(of_low_rank if low is None else low.finish(group))
         if d_hidden is not None or (low is not None and low.of_rows):
             for first, n in self.blocks:
@@ -224,7 +230,7 @@ class Head:
                 if low is not None:
                     low.finish_rows(x, first, n, acc)
                 if d_hidden is not None and acc is not None:
-                    self._put(of, acc, first, d_hidden, group)
+                    self._put(of, acc, first, d_hidden, across)
         if d_weight is not None or d_bias is not None or (low is not None and low.of_columns):
             for start, width in self._columns:
                 rows = dlogits.rows(start, width)

@@ -11,8 +11,8 @@ how many. Tiles behind them are skipped without the host knowing.
 Bytes, with operands of s bytes, beside operands that the cache serves again: statistics N D s + V D s read, 16 N P
 written; gradient of logits the same read, 2 N V written, in blocks; each product 2 N V read, N D s or V D s written.
 
-Legend: N rows of the call · n rows of this block · D hidden · V vocabulary · K listed ids of a row · r rank of a
-low-rank addition to the head · P tiles of V · BM, BN, BK a tile. Tiles are those of the pieces of V
+Legend: N rows of the call · n rows of this block · D hidden · V vocabulary · K listed ids of a row, M of all · r rank
+of a low-rank addition to the head · P tiles of V · BM, BN, BK a tile. Tiles are those of the pieces of V
 (`rlkernel_common.vocab_parallel`), the last of a piece cut off.
 """
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 from rlkernel_triton.common.arithmetic import cap, row_offset, scaled_less, stored_as, tree_sum
 from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.common.linear_tile import STEP, tile_logits, tile_swizzle
+from rlkernel_triton.common.listed_ids import list_of
 from rlkernel_triton.common.softmax import LEAST_SHIFT, dlogits, finite_or_zero, row_scales
 
 
@@ -142,14 +143,15 @@ def head_listed_logits(
     bias,  # [V], read where HAS_BIAS
     all_inner,  # [N, r] fp32 scale times hidden @ A.T, read where HAS_LORA
     factor,  # [V, r] B of LoRA, read where HAS_LORA
-    ids,  # [N, K], counted from the first column of this head
+    ids,  # [N, K], or [M] where RAGGED, counted from the first column of this head
+    offsets,  # [N + 1], read where RAGGED
     mask,  # [N], read where HAS_MASK
-    y,  # [N, K] fp32
+    y,  # as the ids, fp32
     K, D, V, rank, inner, outer_stride, inner_stride, stride, head_stride, head_step, factor_stride, factor_step, scale,
     softcap, HAS_BIAS: tl.constexpr, HAS_LORA: tl.constexpr, HAS_MASK: tl.constexpr, HAS_CAP: tl.constexpr,
-    BLOCK: tl.constexpr, BK: tl.constexpr,
+    RAGGED: tl.constexpr, BLOCK: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Logits under the cap at BLOCK listed ids of one row, 0 where it is no column; masked rows are not written.
+    """Logits under the cap at listed ids of one row, BLOCK at a time, 0 where it is no column; masked rows are left.
 
     Each reads D numbers of the head: K D s bytes a row, of which the cache serves the ids that rows have in common.
     """
@@ -157,33 +159,35 @@ def head_listed_logits(
     if HAS_MASK:
         if tl.load(mask + row) == 0:
             return
-    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    id = tl.load(ids + row.to(tl.int64) * K + k, mask=k < K, other=-1).to(tl.int64)
-    there = (id >= 0) & (id < V)
-    x0 = hidden + row_offset(row, inner, outer_stride, inner_stride)
-    w0 = weight + tl.where(there, id, 0)[:, None] * head_stride
-    acc = tl.zeros([BLOCK, BK], tl.float32)  # a sum for each place of a chunk, so that no layout decides the order
-    for start in range(0, D, BK):
-        at = start + tl.arange(0, BK)
-        x = tl.load(x0 + at.to(tl.int64) * stride, mask=at < D, other=0.0).to(tl.float32)
-        w = tl.load(w0 + at.to(tl.int64)[None, :] * head_step, mask=there[:, None] & (at < D)[None, :], other=0.0)
-        acc += x[None, :] * w.to(tl.float32)
-    z = tree_sum(acc)
-    if HAS_LORA:
-        low = tl.zeros([BLOCK, STEP], tl.float32)
-        for start in range(0, rank, STEP):
-            at = start + tl.arange(0, STEP)
-            u = tl.load(all_inner + row.to(tl.int64) * rank + at, mask=at < rank, other=0.0)
-            b0 = factor + tl.where(there, id, 0)[:, None] * factor_stride + at.to(tl.int64)[None, :] * factor_step
-            b = tl.load(b0, mask=there[:, None] & (at < rank)[None, :], other=0.0)
-            low += u[None, :] * b.to(tl.float32)
-        z += tree_sum(low)
-    if HAS_BIAS:
-        z += tl.load(bias + tl.where(there, id, 0), mask=there, other=0.0).to(tl.float32)
-    z = z * scale
-    if HAS_CAP:
-        z = cap(z, softcap)
-    tl.store(y + row.to(tl.int64) * K + k, tl.where(there, z, 0.0), mask=k < K)
+    from_row, K = list_of(offsets, row, K, RAGGED)
+    for begin in range(tl.program_id(1) * BLOCK, K, tl.num_programs(1) * BLOCK):
+        k = begin + tl.arange(0, BLOCK)
+        id = tl.load(ids + from_row + k, mask=k < K, other=-1).to(tl.int64)
+        there = (id >= 0) & (id < V)
+        x0 = hidden + row_offset(row, inner, outer_stride, inner_stride)
+        w0 = weight + tl.where(there, id, 0)[:, None] * head_stride
+        acc = tl.zeros([BLOCK, BK], tl.float32)  # a sum for each place of a chunk, so that no layout decides the order
+        for start in range(0, D, BK):
+            at = start + tl.arange(0, BK)
+            x = tl.load(x0 + at.to(tl.int64) * stride, mask=at < D, other=0.0).to(tl.float32)
+            w = tl.load(w0 + at.to(tl.int64)[None, :] * head_step, mask=there[:, None] & (at < D)[None, :], other=0.0)
+            acc += x[None, :] * w.to(tl.float32)
+        z = tree_sum(acc)
+        if HAS_LORA:
+            low = tl.zeros([BLOCK, STEP], tl.float32)
+            for start in range(0, rank, STEP):
+                at = start + tl.arange(0, STEP)
+                u = tl.load(all_inner + row.to(tl.int64) * rank + at, mask=at < rank, other=0.0)
+                b0 = factor + tl.where(there, id, 0)[:, None] * factor_stride + at.to(tl.int64)[None, :] * factor_step
+                b = tl.load(b0, mask=there[:, None] & (at < rank)[None, :], other=0.0)
+                low += u[None, :] * b.to(tl.float32)
+            z += tree_sum(low)
+        if HAS_BIAS:
+            z += tl.load(bias + tl.where(there, id, 0), mask=there, other=0.0).to(tl.float32)
+        z = z * scale
+        if HAS_CAP:
+            z = cap(z, softcap)
+        tl.store(y + from_row + k, tl.where(there, z, 0.0), mask=k < K)
 
 
 @triton.jit(do_not_specialize=["first", "n", "N", "start"])

@@ -23,10 +23,10 @@ from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.form import filled
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall, stored_head
-from rlkernel_core.spec.listed_ids import ids_per_row
+from rlkernel_core.spec.listed_ids import flat_ids, is_ragged, listed_shape
 from rlkernel_core.spec.logprob import LogprobResult
 from rlkernel_core.spec.qmatmul import LoRA
-from rlkernel_triton.common.listed_rows import Listed
+from rlkernel_triton.common.listed_rows import Listed, Lists
 from rlkernel_triton.common.merge_softmax import SAVED_PLANES
 from rlkernel_triton.common.row_layout import is_per_row, per_row
 from rlkernel_triton.common.softmax_rows import NOWHERE, MergeSoftmax, RowShape, RowTensors, ids_of_group
@@ -56,7 +56,7 @@ def workspace(call: LinearLogprobCall) -> int:
 
 def _size(call: LinearLogprobCall) -> memory.Size:
     """What the memory of a call depends on."""
-    hidden, (V, D), K = call.hidden, call.weight.shape, ids_per_row(call.ids, call.hidden)
+    hidden, (V, D), listed = call.hidden, call.weight.shape, listed_shape(call.ids, call.hidden)
     item = max(x.element_size() for x in (hidden, head_like(hidden, call.weight)))
     ranks = 1 if call.group is None else call.group.size()
     pieces, piece = vocab_parallel.pieces(V, ranks)
@@ -64,7 +64,8 @@ def _size(call: LinearLogprobCall) -> memory.Size:
     tiles = tiles_of(V, piece, BN)
     N, r = math.prod(hidden.shape[:-1]), 0 if call.lora is None else call.lora.A.shape[0]
     decoded = 0 if isinstance(call.weight, Tensor) else BN
-    return memory.Size(N, D, V, item, tiles, call.support is not None, ranks * pieces, K or 0, r, decoded)
+    M = 0 if listed is None else listed[0] * listed[1]
+    return memory.Size(N, D, V, item, tiles, call.support is not None, ranks * pieces, M, r, decoded)
 
 
 def linear_logprob(call: LinearLogprobCall) -> LogprobResult:
@@ -102,11 +103,11 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
         """Three launches for each block of rows, and with "save" the logits."""
         result, of, row_stats, stats, many = self._host.forward(call)
         T = call.temperature if isinstance(call.temperature, Tensor) else None
-        ids = call.ids if call.group is None else of.rows.ids
+        ids = flat_ids(call.ids) if call.group is None else of.rows.ids
         order, kept = of.order or (None, None), of.rows.kept or (None, None)
-        ids, chosen, invalid, y = (ids, None, result.invalid, None) if many is None else many
+        lists, chosen, invalid, y = (Lists(ids), None, result.invalid, None) if many is None else many
         return result, (
-            call.hidden, stored(call.weight), call.bias, *matrices(call), T, ids, invalid, *order, *kept, row_stats,
+            call.hidden, stored(call.weight), call.bias, *matrices(call), T, *lists, invalid, *order, *kept, row_stats,
             stats.logits, stats.tile_max, chosen, y, *parts_of(call.weight),
         )  # fmt: skip
 
@@ -118,14 +119,14 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
     def saved_like(cls, call: LinearLogprobCall, result: LogprobResult, wanted: tuple[bool, ...]) -> Saved:
         """Operands, invalid rows, the order of rows, bits of kept ids, 6 N numbers, saved logits, and listed ids."""
         del wanted
-        ids, rows, V, T = call.ids, call.hidden.shape[:-1], call.weight.shape[0], call.temperature
-        N, K, invalid, (B, *rest) = math.prod(rows), ids_per_row(ids, call.hidden), result.invalid, rows or (1,)
+        ids, rows, V, T = flat_ids(call.ids), call.hidden.shape[:-1], call.weight.shape[0], call.temperature
+        N, invalid, (B, *rest) = math.prod(rows), result.invalid, rows or (1,)
         order: Saved = (None, None)
         logits: Saved = (None, None)
         many: Saved = (None, None)
-        if K is not None:
+        if listed_shape(call.ids, call.hidden) is not None:
             invalid = ids.new_empty(rows, dtype=torch.bool)
-            many = ids.new_empty(N, dtype=torch.int64), ids.new_empty((N, K), dtype=torch.float32)
+            many = ids.new_empty(N, dtype=torch.int64), ids.new_empty(ids.numel(), dtype=torch.float32)
         if call.mask is not None:
             order = ids.new_empty(N, dtype=torch.int64), ids.new_empty(1, dtype=torch.int64)
         if _cut(call).save:
@@ -133,7 +134,8 @@ class LinearLogprobPair(Pair[LinearLogprobCall, LogprobResult]):
             logits = ids.new_empty((N, V), dtype=kind), ids.new_empty((N, _size(call).tiles), dtype=torch.float32)
         return (
             call.hidden, stored(call.weight), call.bias, *matrices(call), T if isinstance(T, Tensor) else None,
-            ids if call.group is None else ids.new_empty(N * (K or 1), dtype=torch.int64), invalid, *order,
+            ids if call.group is None else ids.new_empty(ids.numel(), dtype=torch.int64),
+            call.ids.offsets if is_ragged(call.ids) else None, invalid, *order,
             *((None, None) if call.support is None else bitmask_like(call.support, V)),
             ids.new_empty((SAVED_PLANES * B, *rest), dtype=torch.float32), *logits, *many,
             *parts_of(call.weight),
@@ -165,12 +167,12 @@ class _Host:
             launcher, rows, whole, ranks * pieces[0], shape, call.hidden.device, keep=keep,
             moment=call.entropy,
         )  # fmt: skip
-        K = ids_per_row(call.ids, call.hidden)
-        self._several = None if K is None else SeveralIds(launcher, call, rows, K, whole)
+        listed = listed_shape(call.ids, call.hidden) is not None
+        self._several = SeveralIds(launcher, call, rows, whole) if listed else None
         self._keep, self._rest = keep, 0 if keep else SAVED_PLANES * N
-        self._group, self._shape, self._T_given = group, shape, T is None
+        self._group, self._shape, self._T_given, self._partial = group, shape, T is None, call.partial_grad
         self._supported, self._masked = support is not None, call.mask is not None
-        self._ids_as_they_are = call.ids.is_contiguous()
+        self._ids_as_they_are = flat_ids(call.ids).is_contiguous()
         self._mask_as_it_is = call.mask is None or call.mask.is_contiguous()
         self._bias_as_it_is = call.bias is None or call.bias.is_contiguous()
         self._T_as_it_is = is_per_row(call.temperature, shape)
@@ -178,7 +180,8 @@ class _Host:
     def forward(self, call: LinearLogprobCall) -> tuple[LogprobResult, Operands, Tensor, HeadStats, Several | None]:
         """The result, the operands as kernels read them, and what the gradient needs of the rows and of listed ids."""
         group, head, several, bias = self._group, self.head, self._several, self._bias(call.bias)
-        ids, mask, T, offset, order, kept = call.ids, call.mask, None, None, None, None
+        given, mask, T, offset, order, kept = call.ids, call.mask, None, None, None, None
+        ids = flat_ids(given)
         if not self._ids_as_they_are:
             ids = ids.contiguous()
         if self._masked:
@@ -193,7 +196,8 @@ class _Host:
             kept = support_bitmask(call.support, head.V, shard.V, shard.offset) if self._supported else None  # type: ignore[arg-type]
         elif self._supported:
             kept = support_bitmask(call.support, head.V)  # type: ignore[arg-type]  # it is there
-        listed, y, lora = ids, None, call.lora
+        listed = Lists(ids, given.offsets.contiguous() if is_ragged(given) else None)
+        y, lora = None, call.lora
         inner = None if self._inner is None or lora is None else self._inner(call.hidden, lora)
         if several is not None:
             here, low_rank = several.local(listed, offset), (inner, None if lora is None else lora.B)
@@ -211,8 +215,9 @@ class _Host:
         row = self._merge(every, whole, None if self._keep else stats.spare)
         values, invalid, many = row.logprob, row.invalid, None
         if several is not None and y is not None:
-            values, invalid = several.rows.results(listed, whole, y, row, call.ids.shape)
-            many = Several(call.ids if group is None else here, local, row.invalid, y)
+            values, invalid = several.rows.results(listed, whole, y, row, flat_ids(given).shape)
+            here = listed._replace(ids=flat_ids(given)) if group is None else here
+            many = Several(here, local, row.invalid, y)
         result = filled(
             LogprobResult, logprob=values, lse=row[1], entropy=row[2], log_kept_mass=row[3], invalid=invalid
         )
@@ -220,8 +225,8 @@ class _Host:
 
     def backward(self, saved: Saved, grads: Saved, wanted: tuple[bool, ...]) -> Saved:
         """The gradients of hidden, weight, bias, A and B that are wanted."""
-        hidden, weight, bias, A, B, T, ids, invalid, index, count, bits, bad, stats, logits, tile_max, *many = saved
-        chosen, y, *parts = many
+        hidden, weight, bias, A, B, T, ids, offsets, invalid, index, count, *rest = saved
+        bits, bad, stats, logits, tile_max, chosen, y, *parts = rest
         head: Tensor | QuantTensor | None = weight
         if self._quantized is not None:
             head = QuantTensor.unflatten(parts, self._quantized)  # type: ignore[arg-type]  # all are there
@@ -242,11 +247,11 @@ class _Host:
         kept = SavedRows(invalid, stats, logits, tile_max)
         put, several = None, self._several
         if several is not None and y is not None:
-            listed = Listed(ids, y)
+            listed = Listed(Lists(ids, offsets), y)
             found = several.rows.gradient(listed, rows, stats, grads)
             if found is not None:
                 grads, put = (found.sums, *grads[1:]), several.rows.putting(listed, found, of.at())
-        return self.head.gradients(of, kept, grads, wanted, self._group, put)
+        return self.head.gradients(of, kept, grads, wanted, self._group, put, partial=self._partial)
 
     def _bias(self, bias: Tensor | None) -> Tensor | None:
         return bias if self._bias_as_it_is else bias.contiguous()  # type: ignore[union-attr]  # it is there

@@ -35,7 +35,7 @@ class Size(NamedTuple):
     tiles: int  # of V
     support: bool
     parts: int  # of a row's statistics, all ranks together
-    K: int = 0  # listed ids of a row; 0 where it has one that is not listed
+    M: int = 0  # listed ids of all rows; 0 where a row has one that is not listed
     r: int = 0  # rank of a low-rank addition; 0 where there is none
     decoded: int = 0  # least rows of a quantized head that are decoded at a time; 0 where it is stored
 
@@ -50,12 +50,12 @@ class Plan(NamedTuple):
 
 def workspace(plan: Plan, size: Size) -> int:
     """Most bytes of a call, forward and backward, beyond its results and gradients."""
-    N, D, V, item, tiles, support, parts, K, r, decoded = size
+    N, D, V, item, tiles, support, parts, M, r, decoded = size
     block, columns = min(plan.block, N), min(plan.columns, V)
     of_tiles = (8 if support else 4) * 4 * block * tiles
     dz = block * columns * max(item, 2)
     sums = 4 * D * (block + (columns if plan.block < N else 0))
-    rows = N * (PER_ROW + 64 * parts + PER_LISTED * K) + (4 * N * -(-V // 32) if support else 0)
+    rows = N * (PER_ROW + 64 * parts) + PER_LISTED * M + (4 * N * -(-V // 32) if support else 0)
     saved = N * (V * item + 4 * tiles) if plan.save else 0
     copied = 2 * block * D * item  # hidden states of two blocks, where they do not lie together
     low_rank = 4 * r * (3 * N + 2 * block + columns + 2 * D)  # the inner product, its parts and gradient; dA and dB

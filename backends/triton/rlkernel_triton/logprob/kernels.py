@@ -7,8 +7,8 @@ sum is a tree, so a row's bits depend on nothing but the row.
 
 Bytes of a row of V logits of s bytes: forward s V read; backward s V read, s V written. With a support V / 8 more each.
 
-Legend: N rows · V vocabulary · K listed ids of a row · P parts of a row · G groups of a tile · L lanes of a quarter of
-them, 8 neighboring columns.
+Legend: N rows · V vocabulary · K listed ids of a row, M of all rows · P parts of a row · G groups of a tile · L
+lanes of a quarter of them, 8 neighboring columns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final
 from rlkernel_triton.common.arithmetic import cap, row_offset, scaled_less, stored_as, tanh, tree_sum
 from rlkernel_triton.common.group_sums import GROUP, SLOTS, STEPS, quarters_sum, reference
 from rlkernel_triton.common.language import tl, triton
-from rlkernel_triton.common.listed_ids import is_id
+from rlkernel_triton.common.listed_ids import is_id, list_of
 from rlkernel_triton.common.softmax import (
     LEAST_SHIFT,
     dlogits,
@@ -196,12 +196,14 @@ def partial_softmax(
 def listed_logits(
     logits,  # [N, V], as in `partial_softmax`
     scales,  # the same
-    ids,  # [N, K]
+    ids,  # [N, K], or [M] where RAGGED
+    offsets,  # [N + 1], read where RAGGED
     mask,  # [N], read where HAS_MASK
     softcap,
-    y,  # [N, K] fp32
+    y,  # as the ids, fp32
     V, K, inner, outer_stride, inner_stride, stride,
-    HAS_MASK: tl.constexpr, HAS_CAP: tl.constexpr, EIGHT_BITS: tl.constexpr, ENTRIES: tl.constexpr,
+    HAS_MASK: tl.constexpr, HAS_CAP: tl.constexpr, EIGHT_BITS: tl.constexpr, RAGGED: tl.constexpr,
+    ENTRIES: tl.constexpr,
 ):  # fmt: skip
     """Logits under the cap at the listed ids of one row; those of a masked row are not written."""
     row = tl.program_id(0)
@@ -209,8 +211,9 @@ def listed_logits(
         if tl.load(mask + row) == 0:
             return
     x0, times = logits + row_offset(row, inner, outer_stride, inner_stride), logits_scale(scales, row, EIGHT_BITS)
+    from_row, K = list_of(offsets, row, K, RAGGED)
     for first in range(0, K, ENTRIES):
-        at = row.to(tl.int64) * K + first + tl.arange(0, ENTRIES)
+        at = from_row + first + tl.arange(0, ENTRIES)
         inside = first + tl.arange(0, ENTRIES) < K
         id = tl.load(ids + at, mask=inside, other=-1).to(tl.int64)
         there = is_id(id, V, False)

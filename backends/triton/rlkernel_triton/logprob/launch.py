@@ -5,7 +5,7 @@ forward, where this rank has several parts of a row. What depends on a call's sh
 `prepare`, once a shape; a call then allocates, launches and builds its result.
 Where no gradient is wanted there is no autograd node.
 
-Legend: N rows · V vocabulary · K listed ids of a row · P parts of a row.
+Legend: N rows · V vocabulary · K listed ids of a row, M of all · P parts of a row.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 from rlkernel_common.row_selection import check_values
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
 from rlkernel_core.spec.form import filled
-from rlkernel_core.spec.listed_ids import ids_per_row
+from rlkernel_core.spec.listed_ids import flat_ids, is_ragged, listed_shape
 from rlkernel_core.spec.logprob import LogprobCall, LogprobResult
 from rlkernel_triton.common.language import triton
 from rlkernel_triton.common.listed_ids import ENTRIES, WARPS
-from rlkernel_triton.common.listed_rows import Listed, ListedRows, local_ids
+from rlkernel_triton.common.listed_rows import Listed, ListedRows, Lists, local_ids
 from rlkernel_triton.common.merge_softmax import SAVED_PLANES
 from rlkernel_triton.common.row_layout import RowLayout, is_per_row, layout_of, per_row, rows_of
 from rlkernel_triton.common.softmax import PLANES
@@ -70,28 +70,41 @@ class LogprobPair(Pair[LogprobCall, LogprobResult]):
         result, ids, saved, kept, many = self._host.forward(call)
         T = call.temperature if isinstance(call.temperature, Tensor) else None
         chosen, invalid, y = (None, result.invalid, None) if many is None else many
-        return result, (call.logits, ids, T, call.mask, invalid, saved, *(kept or (None, None)), chosen, y)
+        offsets = call.ids.offsets if is_ragged(call.ids) else None
+        return result, (call.logits, ids, offsets, T, call.mask, invalid, saved, *(kept or (None, None)), chosen, y)
 
     def backward(self, saved: Saved, grads: Saved) -> Saved:
         """One launch, or three."""
-        logits, ids, T, mask, invalid, of_rows, *bits, chosen, y = saved
-        return (self._host.backward(logits, ids, T, mask, invalid, of_rows, bits, chosen, y, grads),)  # type: ignore[arg-type]
+        logits, ids, offsets, T, mask, invalid, of_rows, *bits, chosen, y = saved
+        lists = Lists(ids, offsets)  # type: ignore[arg-type]  # ids are there
+        return (self._host.backward(logits, lists, T, mask, invalid, of_rows, bits, chosen, y, grads),)  # type: ignore[arg-type]
 
     @classmethod
     def saved_like(cls, call: LogprobCall, result: LogprobResult, wanted: tuple[bool, ...]) -> Saved:
         """Arguments, invalid rows, 6 N numbers, bits of kept ids, and of listed ids those chosen and the logits."""
         del wanted
-        rows, T, K = call.logits.shape[:-1], call.temperature, ids_per_row(call.ids, call.logits)
+        rows, T, given = call.logits.shape[:-1], call.temperature, flat_ids(call.ids)
         B, *rest = rows or (1,)
         of_rows = call.logits.new_empty((SAVED_PLANES * B, *rest), dtype=torch.float32)
         kept = (None, None) if call.support is None else bitmask_like(call.support, call.logits.shape[-1])
         invalid = result.invalid
         many: Saved = (None, None)
-        if K is not None:
-            N, new = math.prod(rows), call.ids.new_empty
-            invalid, many = new(rows, dtype=torch.bool), (new(N, dtype=torch.int64), of_rows.new_empty((N, K)))
-        ids = call.ids if call.group is None else call.ids.new_empty(call.ids.numel(), dtype=torch.int64)
-        return call.logits, ids, T if isinstance(T, Tensor) else None, call.mask, invalid, of_rows, *kept, *many
+        if listed_shape(call.ids, call.logits) is not None:
+            N, new = math.prod(rows), given.new_empty
+            invalid, many = new(rows, dtype=torch.bool), (new(N, dtype=torch.int64), of_rows.new_empty(given.numel()))
+        ids = given if call.group is None else given.new_empty(given.numel(), dtype=torch.int64)
+        offsets = call.ids.offsets if is_ragged(call.ids) else None
+        return (
+            call.logits,
+            ids,
+            offsets,
+            T if isinstance(T, Tensor) else None,
+            call.mask,
+            invalid,
+            of_rows,
+            *kept,
+            *many,
+        )
 
 
 class _Host:
@@ -116,29 +129,32 @@ class _Host:
         self._merge = MergeSoftmax(launcher, rows, whole, P, self._shape, device, keep=keep, moment=call.entropy)
         self._backward = SoftmaxBackward(launcher, rows, layout)
         self._room = (self._partial.numbers, SAVED_PLANES * rows.N)
-        self._ids_as_they_are = call.ids.is_contiguous()
+        self._ids_as_they_are = flat_ids(call.ids).is_contiguous()
         self._mask_as_it_is = call.mask is None or call.mask.is_contiguous()
         self._T_as_it_is = T is not None or is_per_row(call.temperature, self._shape)
-        K = ids_per_row(call.ids, call.logits)
-        self._several = None if K is None else SeveralIds(launcher, rows, layout, mantissa, K, whole, self._shards)
+        sizes, ragged = listed_shape(call.ids, call.logits), is_ragged(call.ids)
+        self._several = None
+        if sizes is not None:
+            self._several = SeveralIds(launcher, rows, layout, mantissa, sizes, whole, self._shards, ragged=ragged)
 
     def forward(self, call: LogprobCall) -> tuple[LogprobResult, Tensor, Tensor, SupportBitmask | None, Several | None]:
         """The result, and what the gradient needs of the ids, the rows, the kept ids and the listed ones."""
-        shards, several, V, y = self._shards, self._several, self._rows.V, None
+        shards, several, V, y, given = self._shards, self._several, self._rows.V, None, flat_ids(call.ids)
+        offsets = call.ids.offsets if is_ragged(call.ids) else None
         shard = None if shards is None else shards.locate()
         if self._validate:
             check_values(call, V if shard is None else int(shard.V))
         whole = () if shard is None else (shard.V, shard.offset)
         T = call.temperature if self._rows.T is None else None
         kept = None if call.support is None else support_bitmask(call.support, V, *whole)
-        ids = call.ids if shard is None else ids_of_group(call.ids, shard.V, several=several is not None)
+        ids = given if shard is None else ids_of_group(given, shard.V, several=several is not None)
         of = self._read(ids, T, call.mask, kept)  # type: ignore[arg-type]  # a tensor where there is no number
         ids, logits, coded = of.ids, readable(self._lying(call.logits)), coded_of(call)
         local = of if shard is None else of._replace(ids=local_ids(ids, shard.offset))
-        here = call.ids if shard is None else local.ids
+        here = given if shard is None else local.ids
         if several is not None:
-            y = several.logits(logits, coded, local)
-            of = of._replace(ids=several.rows.chosen(ids, of.mask, y))
+            y = several.logits(logits, coded, local, offsets)
+            of = of._replace(ids=several.rows.chosen(Lists(ids, offsets), of.mask, y))
             local = of if shard is None else of._replace(ids=of.ids - shard.offset)
         if self._keep:
             parts, saved = torch.empty(self._room[0], dtype=torch.float32, device=self._device), None
@@ -151,7 +167,7 @@ class _Host:
         row = self._merge(parts, of, saved)
         values, invalid, many = row.logprob, row.invalid, None
         if several is not None and y is not None:
-            values, invalid = several.rows.results(ids, of, y, row, call.ids.shape)
+            values, invalid = several.rows.results(Lists(ids, offsets), of, y, row, given.shape)
             many = Several(local.ids, row.invalid, y)
         best, of_best, n = None, None, self._n
         if n:
@@ -164,17 +180,17 @@ class _Host:
         return result, here, row.saved, kept, many
 
     def backward(
-        self, logits: Tensor, ids: Tensor, T: Tensor | None, mask: Tensor | None, invalid: Tensor, saved: Tensor,
+        self, logits: Tensor, lists: Lists, T: Tensor | None, mask: Tensor | None, invalid: Tensor, saved: Tensor,
         bits: list[Tensor | None], chosen: Tensor | None, y: Tensor | None, grads: Saved,
     ) -> Tensor:  # fmt: skip
         """The gradient of the logits."""
         kept = None if self._rows.kept_row_bytes is None else SupportBitmask(*bits)  # type: ignore[arg-type]
         out = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        of, several = self._read(ids, T, mask, kept), self._several
+        of, several = self._read(lists.ids, T, mask, kept), self._several
         if several is None or chosen is None or y is None:
             self._backward(self._lying(logits), of, invalid, saved, grads, out)
             return out
-        listed, of = Listed(of.ids, y), of._replace(ids=chosen)
+        listed, of = Listed(lists._replace(ids=of.ids), y), of._replace(ids=chosen)
         found = several.rows.gradient(listed, of, saved, grads)
         if found is None:
             self._backward(self._lying(logits), of, invalid, saved, grads, out)
@@ -203,31 +219,31 @@ class Several(NamedTuple):
 
     chosen: Tensor  # [N] int64, counted from a shard's first
     invalid: Tensor  # N bool: rows without a chosen id
-    y: Tensor  # [N, K] fp32
+    y: Tensor  # [M] fp32
 
 
 class SeveralIds:
     """The launch that reads the logits of listed ids, beside those for logits of any origin."""
 
     def __init__(
-        self, launcher: Launcher, rows: RowShape, layout: RowLayout, mantissa: int, K: int, whole: int,
-        shards: Shards | None,
+        self, launcher: Launcher, rows: RowShape, layout: RowLayout, mantissa: int, sizes: tuple[int, int], whole: int,
+        shards: Shards | None, *, ragged: bool,
     ) -> None:  # fmt: skip
-        self.rows, self._shards = ListedRows(launcher, rows, K, whole, sharded=shards is not None), shards
-        self._size, self._grid = (rows.N, K), (rows.N, 1, 1)
+        self.rows = ListedRows(launcher, rows, sizes, whole, ragged=ragged, sharded=shards is not None)
+        self._shards, self._grid, K = shards, (rows.N, 1, 1), 0 if ragged else sizes[1]
         self._launch = launcher.bind(
             kernels.listed_logits, num_warps=WARPS, **layout._asdict(), softcap=rows.softcap or 0.0, V=rows.V, K=K,
-            HAS_MASK=rows.masked, HAS_CAP=rows.softcap is not None, EIGHT_BITS=mantissa, ENTRIES=ENTRIES,
+            HAS_MASK=rows.masked, HAS_CAP=rows.softcap is not None, EIGHT_BITS=mantissa, RAGGED=ragged, ENTRIES=ENTRIES,
         )  # fmt: skip
 
-    def logits(self, logits: Tensor, coded: Coded, of: RowTensors) -> Tensor:
-        """[N, K] fp32 logits under the cap, of which those of masked rows are not written.
+    def logits(self, logits: Tensor, coded: Coded, of: RowTensors, offsets: Tensor | None) -> Tensor:
+        """[M] fp32 logits under the cap, of which those of masked rows are not written.
 
         With a group ids are counted from this rank's first.
         """
-        y = torch.empty(self._size, dtype=torch.float32, device=logits.device)
+        y = torch.empty(self.rows.M, dtype=torch.float32, device=logits.device)
         if self._grid[0]:
-            self._launch(self._grid, logits, coded.scales, of.ids, of.mask_or_any, y)
+            self._launch(self._grid, logits, coded.scales, *Lists(of.ids, offsets).pointers, of.mask_or_any, y)
         if self._shards is not None:
             self._shards.add(y)
         return y

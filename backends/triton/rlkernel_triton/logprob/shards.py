@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlkernel_common import vocab_parallel
-from rlkernel_core.spec.listed_ids import ids_per_row
+from rlkernel_core.spec.listed_ids import listed_shape
 from rlkernel_core.spec.logprob import LogprobCall
 from rlkernel_triton.common.language import triton
 from rlkernel_triton.common.merge_softmax import WARPS, merge_tiles, rows_per_program
@@ -35,7 +35,7 @@ class Shards:
 
     def __init__(self, launcher: Launcher, call: LogprobCall, rows: RowShape, P: int, group: dist.ProcessGroup) -> None:
         self.R, self._group, self._device = group.size(), group, call.logits.device
-        self._K, support = ids_per_row(call.ids, call.logits), rows.kept_row_bytes is not None
+        self._K, support = (listed_shape(call.ids, call.logits) or (1, 1))[1], rows.kept_row_bytes is not None
         self._N, self._V, self._planes, self._merge = rows.N, rows.V, PLANES[support], None
         if P > 1 and rows.N:
             width = triton.next_power_of_2(P)
@@ -52,7 +52,7 @@ class Shards:
         Raises:
             ArgumentError: they have different numbers of rows or of listed ids; on a CPU alone.
         """
-        return vocab_parallel.locate(self._group, self._V, self._N, self._K or 1, self._device, "ids", "[N, K]")
+        return vocab_parallel.locate(self._group, self._V, self._N, self._K, self._device, "ids", "[N, K]")
 
     def add(self, y: Tensor) -> None:
         """Sum over the ranks, in place: logits of listed ids, each of which lies on one rank and is 0 on the others."""

@@ -55,7 +55,23 @@ def listed(hidden, weight, ids, group, mask):
     weights = torch.linspace(-1, 1, lists.numel(), device=h.device).view(lists.shape)
     ((out.logprob.nan_to_num() * weights).sum() + out.lse.sum()).backward()
     value = out.logprob.detach().nan_to_num(nan=7e7)
-    return {"listed": value, "listed invalid": out.invalid, "listed dX": h.grad, "listed dW": w.grad}
+    found = {"listed": value, "listed invalid": out.invalid, "listed dX": h.grad, "listed dW": w.grad}
+    return found | ragged(hidden, weight, lists, group, mask)
+
+
+def ragged(hidden, weight, lists, group, mask):
+    """The same of none to three ids of each row; ranks leave dX as their parts, which add up."""
+    h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    lengths = torch.arange(9, device=h.device) % 4
+    ids = lists[torch.arange(3, device=h.device) < lengths[:, None]]
+    each = rlk.TokenLists(ids, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)))
+    options = {"mask": mask, "softcap": 8.0, "temperature": 0.7, "partial_grad": group is not None}
+    out = linear_logprob(LinearLogprobCall(h, w, each, group=group, **options))
+    ((out.logprob.nan_to_num() * torch.linspace(-1, 1, len(ids), device=h.device)).sum() + out.lse.sum()).backward()
+    if group is not None:
+        dist.all_reduce(h.grad, group=group)
+    value = out.logprob.detach().nan_to_num(nan=7e7)
+    return {"ragged": value, "ragged invalid": out.invalid, "ragged dX": h.grad, "ragged dW": w.grad}
 
 
 def of_logits(shard, ids, options, device):
@@ -125,7 +141,7 @@ def same(found, first, name) -> bool:
 
 def test_shards_equal_the_whole(ranks, device) -> None:
     want, got = run(slice(None), None, device), dict(ranks[0]["shard"])
-    got |= {name: torch.cat([f["shard"][name] for f in ranks]) for name in ("dW", "loss dW", "listed dW")}
+    got |= {name: torch.cat([f["shard"][name] for f in ranks]) for name in ("dW", "loss dW", "listed dW", "ragged dW")}
     got |= {name: torch.cat([f["shard"][name] for f in ranks], 1) for name in SHARES}
     for name in (n for n in want if n != "invalid"):
         torch.testing.assert_close(got[name], want[name], atol=1e-5, rtol=1e-5)
