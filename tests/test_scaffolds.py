@@ -152,7 +152,7 @@ print(all("format:{name}" in OPERATORS[op].feature_names for op in ("quantize", 
 
 
 def test_a_format_of_a_known_codec_is_one_row(copy) -> None:
-    row = 'Format(QuantSpec("q4l_g16", "int4", group=16, scale_rule="absmax/7.5"), "grid", "a scale per 16 columns"),'
+    row = 'Format(QuantSpec("q4l_g16", "int4", group=16, scale_rule="absmax/7.5"), _GRID, "a scale per 16 columns"),'
     insert(copy / "rlkernel_core/quant/spec.py", "        *(_table(*row) for row in _TABLES),\n", f"        {row}\n")
     assert said(copy, FORMAT_RUNS.format(name="q4l_g16")) == "True"
 
