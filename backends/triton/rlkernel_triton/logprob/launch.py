@@ -76,7 +76,7 @@ class LogprobPair(Pair[LogprobCall, LogprobResult]):
     def backward(self, saved: Saved, grads: Saved) -> Saved:
         """One launch, or three."""
         logits, ids, offsets, T, mask, invalid, of_rows, *bits, chosen, y = saved
-        lists = Lists(ids, offsets)  # type: ignore[arg-type]  # ids are there
+        lists = Lists(ids, None if offsets is None else offsets.contiguous())  # type: ignore[arg-type]  # ids are there
         return (self._host.backward(logits, lists, T, mask, invalid, of_rows, bits, chosen, y, grads),)  # type: ignore[arg-type]
 
     @classmethod
@@ -140,7 +140,7 @@ class _Host:
     def forward(self, call: LogprobCall) -> tuple[LogprobResult, Tensor, Tensor, SupportBitmask | None, Several | None]:
         """The result, and what the gradient needs of the ids, the rows, the kept ids and the listed ones."""
         shards, several, V, y, given = self._shards, self._several, self._rows.V, None, flat_ids(call.ids)
-        offsets = call.ids.offsets if is_ragged(call.ids) else None
+        offsets = call.ids.offsets.contiguous() if is_ragged(call.ids) else None
         shard = None if shards is None else shards.locate()
         if self._validate:
             check_values(call, V if shard is None else int(shard.V))

@@ -150,3 +150,16 @@ def test_lists_of_batches_that_lie_anyhow(device) -> None:
     ids = torch.randint(0, 300, (4, 3, 7), generator=torch.Generator().manual_seed(2)).to(device)
     agree([hidden.view(3, 4, 16).transpose(0, 1)[:, :2], weight, None], ids[:, :2, ::2].int())
     agree([hidden[0], weight, None], ids[0, 0])
+
+
+def test_lists_of_any_length_are_read_whatever_their_strides(device) -> None:
+    (hidden, weight, _), _ = head(4, 16, 300, device)
+    ids, offsets = 7 * torch.arange(10, device=device), torch.tensor([0, 3, 3, 8, 10], device=device)
+    apart = [t.repeat_interleave(2)[::2] for t in (ids, offsets)]
+    first, second = (hidden.detach().clone().requires_grad_() for _ in range(2))
+    found = rlk.linear_logprob(first, weight, rlk.TokenLists(*apart))
+    want = rlk.linear_logprob(second, weight, rlk.TokenLists(ids, offsets))
+    assert torch.equal(found.logprob, want.logprob)
+    found.logprob.square().sum().backward()
+    want.logprob.square().sum().backward()
+    assert torch.equal(first.grad, second.grad)

@@ -145,6 +145,18 @@ def test_lists_of_batches_that_lie_anyhow(device) -> None:
     agree(x[0], ids[0, 0])
 
 
+def test_lists_of_any_length_are_read_whatever_their_strides(device) -> None:
+    x, _ = rows(4, 300, device)
+    ids, offsets = 7 * torch.arange(10, device=device), torch.tensor([0, 3, 3, 8, 10], device=device)
+    apart = [t.repeat_interleave(2)[::2] for t in (ids, offsets)]
+    first, second = (x.clone().requires_grad_() for _ in range(2))
+    found, want = rlk.logprob(first, rlk.TokenLists(*apart)), rlk.logprob(second, rlk.TokenLists(ids, offsets))
+    assert torch.equal(found.logprob, want.logprob)
+    found.logprob.square().sum().backward()
+    want.logprob.square().sum().backward()
+    assert torch.equal(first.grad, second.grad)
+
+
 def test_a_second_derivative_is_refused(device) -> None:
     x, ids = rows(2, 9, device)
     leaf = x.requires_grad_()

