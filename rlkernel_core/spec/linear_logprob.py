@@ -82,7 +82,7 @@ class LinearLogprobCall(OpCall[LogprobResult]):
             `bias` and `lora.B` are this rank's shard; hidden, lora.A, ids, mask and upstream gradients are the same on
             all ranks, and so are the results, dX and dA. ids and support count in the whole vocabulary. On all ranks
             the same operands require gradients. Where `rank_invariant` is claimed, results do not depend on the number
-            of ranks.
+            of ranks, with equal shards of a V that is a multiple of 8 and at least 8192.
         partial_grad: with a group, leave the gradient of hidden this rank's part, that of its columns of the
             vocabulary, rounded to the dtype of hidden: the sum over the ranks is the gradient. For hidden states that
             were gathered under sequence parallelism, such as by `rlkernel.sequence_parallel.gather_rows`, whose
