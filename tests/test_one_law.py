@@ -55,3 +55,56 @@ def test_a_confident_draw_keeps_the_digits_of_its_log_probability() -> None:
         drawn = rlk.sample(logits, seed=0, step=0)
 
     assert drawn.logprob.item() == pytest.approx(-2.81941e-9, rel=1e-5)
+
+
+LAWS_OF_A_HEAD = (
+    {"temperature": 0.7},
+    {"temperature": torch.linspace(0.5, 2.0, 70)},
+    {"temperature": 0.7, "top_p": 0.9},
+)
+HEADS = {
+    "plain": lambda V: {},
+    "bias, scale and cap": lambda V: {"bias": torch.linspace(-1, 1, V), "logit_scale": 0.7, "softcap": 4.0},
+    "lora": lambda V: {"lora": rlk.LoRA(torch.ones(2, 16), torch.linspace(-1, 1, 2 * V).view(V, 2), 0.1)},
+    "quantized": lambda V: {"weight": rlk.quantize(torch.randn(V, 16), "nf4")},
+}
+
+
+@pytest.mark.parametrize("V", [70, 2500, 9000])  # less than a tile, pieces of one tile, pieces of two
+@pytest.mark.parametrize("law", LAWS_OF_A_HEAD, ids=("number", "per row", "top-p"))
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
+def test_a_draw_from_a_head_states_the_trainers_number(head, law, V) -> None:
+    torch.manual_seed(0)
+    hidden, given = torch.randn(70, 16), {"weight": torch.randn(V, 16)} | head(V)
+    with rlk.use("torch", need=["trainer_bits"]):
+        drawn = rlk.lm_head_sample(hidden, **given, seed=torch.arange(70), step=3, raw_logprob=True, **law)
+    with rlk.use("torch"):
+        trainer = rlk.linear_logprob(hidden, ids=drawn.token, **given, temperature=law["temperature"]).logprob
+        raw = rlk.linear_logprob(hidden, ids=drawn.token, **given).logprob
+
+    assert int((drawn.logprob + drawn.log_kept_mass != trainer).sum()) == 0
+    assert torch.equal(drawn.raw_logprob, raw)
+    assert float(drawn.logprob.max()) <= 0.0 >= float(drawn.log_kept_mass.max())
+
+
+def test_a_greedy_draw_from_a_head_states_the_raw_law_of_the_trainer() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(5, 16), torch.randn(2500, 16)
+    with rlk.use("torch"):
+        drawn = rlk.lm_head_sample(hidden, weight, temperature=0.0, seed=torch.arange(5), step=0, raw_logprob=True)
+        raw = rlk.linear_logprob(hidden, weight, drawn.token).logprob
+
+    assert not drawn.logprob.any()
+    assert torch.equal(drawn.raw_logprob, raw)
+
+
+def test_a_draw_with_edits_states_finite_shares_and_the_raw_law_of_the_trainer() -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(5, 16), torch.randn(2500, 16)
+    allowed = torch.full((5, 79), 0x0F0F0F0F, dtype=torch.int32)
+    with rlk.use("torch"):
+        drawn = rlk.lm_head_sample(hidden, weight, allowed=allowed, seed=torch.arange(5), step=0, raw_logprob=True)
+        raw = rlk.linear_logprob(hidden, weight, drawn.token).logprob
+
+    assert torch.equal(drawn.raw_logprob, raw)
+    assert bool((drawn.logprob > drawn.raw_logprob).all())

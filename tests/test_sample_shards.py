@@ -35,7 +35,7 @@ LAWS = (
 
 def in_float64(x, **request):
     """The draw whose log-probabilities are those of the law in float64, rounded once."""
-    return of_torch.sample(SPEC.call(x, **request), trainer_bits=False)
+    return of_torch.sample(SPEC.call(x, **request), trainer=None)
 
 
 def differing(want, have):

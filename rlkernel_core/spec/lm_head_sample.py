@@ -15,7 +15,7 @@ Imports no torch.
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rlkernel_core import checks
 from rlkernel_core.quant.tensor import QuantTensor
@@ -37,6 +37,13 @@ from rlkernel_core.spec.sampling import LogitBias, RequestParams, SampleResult, 
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+TRAINER_BITS: Final = Feature(
+    "trainer_bits",
+    "without edits logprob + log_kept_mass has the bits of this backend's linear_logprob@1 of the same hidden states, "
+    "head, token and temperature, and raw_logprob those at temperature 1, wherever these are finite",
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -114,6 +121,7 @@ SPEC = OpSpec(
         Feature("logit_bias", "values added to some logits of a row"),
         Feature("logit_scale", "a factor on the logits"),
         Feature("softcap", "logit soft-capping"),
+        TRAINER_BITS,
     ),
     clauses=(
         Clause(
@@ -154,6 +162,14 @@ SPEC = OpSpec(
             "lora",
         ),
         Clause("LH-24", "quantized head", "draws are those of dequantize(weight) in fp32", "law", "quantized"),
+        Clause(
+            "LH-25",
+            "one law",
+            "logprob + log_kept_mass is bit for bit what this backend's linear_logprob@1 says of the token at the "
+            "temperature, raw_logprob what it says at temperature 1; both shares are <= 0",
+            "invariance",
+            TRAINER_BITS.name,
+        ),
     ),
     tolerances=(
         *TOLERANCES,

@@ -64,8 +64,10 @@ class RunningDraw(NamedTuple):
         token, part = Token(ids, none, none, zero), Sum(none, zero)
         return RunningDraw(token, token, part, part, ids, ids, no, no)
 
-    def after(self, logits: Tensor, edited: Edited, low: int, requests: Requests, stream: int) -> RunningDraw:
-        """The state with one more tile [N, n] whose first id is `low`."""
+    def after(
+        self, logits: Tensor, edited: Edited, low: int, requests: Requests, stream: int
+    ) -> tuple[RunningDraw, Tensor]:
+        """The state with one more tile [N, n] whose first id is `low`, and the column [N] that may be drawn of it."""
         n = logits.shape[1]
         T = requests.temperature
         given = torch.where(logits.isnan(), -torch.inf, logits)
@@ -78,7 +80,8 @@ class RunningDraw(NamedTuple):
             at = column[:, None]
             return Token(column + low, *(v.gather(1, at)[:, 0] for v in (x, given.double(), noise)))
 
-        best, noised = token(part.best), token(score.argmax(1))
+        column = score.argmax(1)
+        best, noised = token(part.best), token(column)
         gap = _difference(noised.x, self.noised.x) / T.double() + (noised.noise - self.noised.noise)
         here, before = _sum(part), self.sum
         # Finite tokens no longer count once +inf was seen.
@@ -87,7 +90,7 @@ class RunningDraw(NamedTuple):
         counted = torch.where(was_finite & ~finite, 0, self.tokens)
         place = torch.arange(low, low + n, device=x.device)
         last = torch.where(part.present, place, 0).amax(1)
-        return RunningDraw(
+        after = RunningDraw(
             _chosen(best.x > self.best.x, best, self.best),
             _chosen((noised.x > -torch.inf) & ((self.noised.x == -torch.inf) | (gap > 0)), noised, self.noised),
             _joined(before, here, T.double()),
@@ -97,6 +100,7 @@ class RunningDraw(NamedTuple):
             self.nan | edited.nan,
             self.bad | edited.bad,
         )
+        return after, torch.where(requests.greedy, part.best, column)
 
     def draw(self, requests: Requests) -> Draw:
         """The draw of each row, once the vocabulary has passed."""

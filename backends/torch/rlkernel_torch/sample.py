@@ -30,6 +30,8 @@ from rlkernel_torch.truncation import FilteredSoftmax, descending, truncate, wei
 _BLOCK = 1 << 17
 # Scores, kept ids and random words, [N, V] each, to the token of each row, [N].
 Best: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+# Logits [N, V] without NaN, one id a row and temperatures, [N] each, to log-probabilities [N].
+Trainer: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def best_noised(score: Tensor, keep: Tensor, words: Tensor) -> Tensor:
@@ -48,14 +50,22 @@ def draw(law: FilteredSoftmax, requests: Requests, stream: int, best: Best = bes
     return torch.cat(found)
 
 
-def sample(call: SampleCall, best: Best = best_noised, *, trainer_bits: bool = True) -> SampleResult:
+def tempered(x: Tensor, ids: Tensor, T: Tensor) -> Tensor:
+    """[N] log-probabilities of one id a row under softmax(x / T), of x [N, V] without NaN: the bits of `logprob`.
+
+    NaN or -inf where it has none: beside +inf, and where a row has no token.
+    """
+    return softmax_stats(join(partial_softmax(x, ids, T, tile_width(x.shape[1]), None, moment=False), T), T).logprob
+
+
+def sample(call: SampleCall, best: Best = best_noised, *, trainer: Trainer | None = tempered) -> SampleResult:
     """Draw one token per row: rlkernel_core.spec.sample.SampleCall is the contract.
 
     Args:
         call: its record.
         best: the token of each row; the conformance suite puts faulty ones in its place.
-        trainer_bits: state the numbers that `logprob` computes of the token; else those of the law in float64, rounded
-            once, as ranks with columns of their own can compute them.
+        trainer: what a trainer computes of the token, whose bits the results state; None: the numbers of the law in
+            float64, rounded once, as ranks with columns of their own can compute them.
     """
     top_n, kept_capacity = call.top_n, call.kept_capacity
     given = call.logits[:, : call.vocab_size or call.logits.shape[1]]
@@ -65,19 +75,15 @@ def sample(call: SampleCall, best: Best = best_noised, *, trainer_bits: bool = T
     law = truncate(edited.x, requests, filter_order=call.filter_order, tie=call.tie)
     drawn = drawn_from(law, edited, requests, draw(law, requests, call.stream, best))
     result = drawn.result(call.invalid_token, kept_capacity)
+    if trainer is not None:
+        whole = trainer(edited.x, drawn.token, requests.temperature)
+        result = with_trainer_bits(result, drawn, requests, whole)
     extra: dict[str, Tensor] = {}
-    if trainer_bits:
-        whole = tempered(edited.x, drawn.token, requests.temperature)
-        shares = with_sum(result.logprob, result.log_kept_mass, whole, law.count == 1)
-        exact = ~(drawn.none | drawn.padding | requests.greedy) & (whole > -torch.inf)
-        extra["logprob"] = torch.where(exact, shares[0], result.logprob)
-        extra["log_kept_mass"] = torch.where(exact, shares[1], result.log_kept_mass)
     if call.raw_logprob:
         raw = raw_law(given).logprob(drawn.token)
-        if trainer_bits:
+        if trainer is not None:
             x = torch.where(given.isnan(), -torch.inf, given)
-            of_trainer = tempered(x, drawn.token, torch.ones_like(requests.temperature))
-            raw = torch.where(of_trainer > -torch.inf, of_trainer, raw.to(of_trainer.dtype))
+            raw = finite_or(trainer(x, drawn.token, torch.ones_like(requests.temperature)), raw)
         extra["raw_logprob"] = drawn.rows(raw, torch.nan)
     if call.entropy:
         extra["entropy"] = drawn.rows(law.entropy(), torch.nan)
@@ -95,12 +101,20 @@ def sample(call: SampleCall, best: Best = best_noised, *, trainer_bits: bool = T
     return replace(result, **extra)
 
 
-def tempered(x: Tensor, ids: Tensor, T: Tensor) -> Tensor:
-    """[N] log-probabilities of one id a row under softmax(x / T), of x [N, V] without NaN: the bits of `logprob`.
+def with_trainer_bits(result: SampleResult, drawn: Draw, requests: Requests, whole: Tensor) -> SampleResult:
+    """The result whose logprob + log_kept_mass has the bits of `whole` [N], what a trainer computes of the tokens.
 
-    NaN or -inf where it has none: beside +inf, and where a row has no token.
+    Greedy rows, and those of which a trainer computes no finite number, stay as they are.
     """
-    return softmax_stats(join(partial_softmax(x, ids, T, tile_width(x.shape[1]), None, moment=False), T), T).logprob
+    shares = with_sum(result.logprob, result.log_kept_mass, whole, drawn.count == 1)
+    exact = ~(drawn.none | drawn.padding | requests.greedy) & (whole > -torch.inf)
+    logprob = torch.where(exact, shares[0], result.logprob)
+    return replace(result, logprob=logprob, log_kept_mass=torch.where(exact, shares[1], result.log_kept_mass))
+
+
+def finite_or(of_trainer: Tensor, otherwise: Tensor) -> Tensor:
+    """[N] what a trainer computes where it is finite."""
+    return torch.where(of_trainer > -torch.inf, of_trainer, otherwise.to(of_trainer.dtype))
 
 
 def raw_law(given: Tensor) -> FilteredSoftmax:

@@ -85,8 +85,10 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         gradient="rlkernel_triton.linear_divergence.launch:LinearDivergencePair",
     ),
     "sample": Claim("rlkernel_triton.sample.launch:prepare", prepared=True, sums="g64/s8/tree/f32"),
+    # Sums of 64 tokens, where linear_logprob sums tiles of a product in the order of their registers.
     "lm_head_sample": Claim(
         "rlkernel_triton.lm_head_sample.launch:prepare",
+        without=frozenset({"trainer_bits"}),
         check="rlkernel_triton.lm_head_sample.launch:fits",
         prepared=True,
         sums="mma16/g64/s8/tree/f32",

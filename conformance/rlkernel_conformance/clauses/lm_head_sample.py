@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.call_checks import leaves
-from rlkernel_conformance.clauses import quantized_heads
+from rlkernel_conformance.clauses import lm_head_one_law, quantized_heads
 from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.clauses.lm_heads import SCALE, Heads, Largest, Operands, as_defined, heads
 from rlkernel_conformance.clauses.sample.cases import same_draws
@@ -25,7 +25,7 @@ from rlkernel_conformance.subject import Subject
 from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_core.spec.sampling import SampleResult, Status, TokenLists
 
-__all__ = ["quantized_heads"]  # whose attacks are registered with these
+__all__ = ["lm_head_one_law", "quantized_heads"]  # whose attacks are registered with these
 
 
 @attack("LH-01", heads, scale=SCALE, examples=(Heads(0),))

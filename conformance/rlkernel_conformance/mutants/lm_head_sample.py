@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from rlkernel_common.shares import with_sum
 from rlkernel_conformance.mutants import plant
 from rlkernel_conformance.mutants.bug import Bug, Run
 from rlkernel_conformance.mutants.linear_logprob import decoded_to_16_bits
@@ -16,7 +17,8 @@ from rlkernel_core.spec.linear_logprob import stored_head
 from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_core.spec.sampling import LogitBias, SampleResult, Status
-from rlkernel_torch.sample import best_noised, sample
+from rlkernel_torch.sample import Trainer, best_noised, sample, tempered
+from rlkernel_torch.trainer_sums import piece_of, tempered_in_pieces
 
 TILE: Final = 1024
 
@@ -82,6 +84,37 @@ def hot_cap(call: LmHeadSampleCall) -> float | None:
 def step_of_the_row(call: LmHeadSampleCall) -> Any:
     rows = torch.arange(call.hidden.shape[0], device=call.hidden.device)
     return call.step + rows if call.slot is None else call.step
+
+
+def stated(call: LmHeadSampleCall, out: SampleResult, trainer: Trainer) -> SampleResult:
+    """The two shares of another number for the same tokens; rows that are greedy or degenerate stay."""
+    if call.vocab_size is not None or call.slot is not None or call.lora is not None:
+        return out
+    x = logits_of(call)
+    T = torch.as_tensor(call.temperature, dtype=x.dtype, device=x.device).expand(x.shape[0])
+    whole = trainer(x, out.token, T)
+    shares = with_sum(out.logprob, out.log_kept_mass, whole, out.logprob == 0)
+    sound = out.logprob.isfinite() & (T > 0) & whole.isfinite()
+    logprob, mass = (torch.where(sound, a, b) for a, b in zip(shares, (out.logprob, out.log_kept_mass), strict=True))
+    return replace(out, logprob=logprob, log_kept_mass=mass)
+
+
+def without_pieces(right: Run, call: LmHeadSampleCall) -> SampleResult:
+    return stated(call, right(call), tempered)
+
+
+def first_piece_last(right: Run, call: LmHeadSampleCall) -> SampleResult:
+    def trainer(x: Tensor, ids: Tensor, T: Tensor) -> Tensor:
+        first = piece_of(x.shape[1])
+        return tempered_in_pieces(torch.cat((x[:, first:], x[:, :first]), 1), (ids - first) % x.shape[1], T)
+
+    return stated(call, right(call), trainer)
+
+
+def with_the_chosen_id(right: Run, call: LmHeadSampleCall) -> SampleResult:
+    return stated(
+        call, right(call), lambda x, ids, T: torch.log_softmax(x / T[:, None], 1).gather(1, ids[:, None])[:, 0]
+    )
 
 
 BUGS: Final = {
@@ -156,6 +189,24 @@ BUGS: Final = {
     ),
     "quantized_head_rounded": Bug(
         "LH-24", "a quantized head decoded to 16 bits", plant.maps(weight=decoded_to_16_bits)
+    ),
+    "tiles_without_pieces": Bug(
+        "LH-25", "tiles side by side as logprob's, where linear_logprob has pieces", without_pieces
+    ),
+    "first_piece_last": Bug("LH-25", "the same pieces, the first one last", first_piece_last),
+    "chosen_id_in_the_sum": Bug("LH-25", "log p by the sum over all ids, the chosen one too", with_the_chosen_id),
+    "shares_rounded_each_by_itself": Bug(
+        "LH-25",
+        "log p and kept mass each right up to a rounding, and their sum off by one",
+        plant.where(
+            lambda c: not (c.top_k is c.top_p is c.min_p is None),
+            plant.returns(logprob=lambda c, o: torch.nextafter(o.logprob, o.logprob.new_full((), -1.0))),
+        ),
+    ),
+    "raw_off_by_a_rounding": Bug(
+        "LH-25",
+        "raw log p right up to a rounding",
+        plant.returns(raw_logprob=lambda c, o: torch.nextafter(o.raw_logprob, o.raw_logprob.new_full((), -1.0))),
     ),
     "asks_the_host": plant.reads_a_value("LH-17", lambda c: c.hidden),
 }

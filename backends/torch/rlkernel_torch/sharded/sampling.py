@@ -75,7 +75,7 @@ def sample_shard(
 
     def whole() -> SampleResult:
         """The draw of the joined rows, joined."""
-        return sample(SampleCall.of(call, logits=joined(logits, at)), trainer_bits=False)
+        return sample(SampleCall.of(call, logits=joined(logits, at)), trainer=None)
 
     filtered = not (call.top_k is call.top_p is call.min_p is None)
     # Known of whole rows only, or of more ids than are sent.
