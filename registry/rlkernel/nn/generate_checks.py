@@ -13,7 +13,7 @@ from torch import Tensor
 
 import rlkernel as rlk
 from rlkernel.integrations.transformers_exact import NAME
-from rlkernel.nn.paged_decoder import SCORES, Draws, head_of, scored_at
+from rlkernel.nn.paged_decoder import SCORES, Draws, Runs, head_of, scored_at
 from rlkernel_core import checks
 from rlkernel_core.decision import Decision
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError, HostError
@@ -140,11 +140,11 @@ def check_elsewhere(given: Mapping[str, Any]) -> None:
         raise ArgumentError(name, checks.describe(value), "is no part of an exact rollout", ELSEWHERE[name])
 
 
-def check_draws(model: Any, draws: Draws, seeds: Tensor) -> tuple[str | None, ...]:
+def check_draws(model: Any, draws: Draws, seeds: Tensor) -> Runs:
     """Parameters that the operators take, and operators whose bits do not depend on the batch, for draws and scores.
 
     Returns:
-        What runs: the one that draws, and the one that scores.
+        What runs.
 
     Raises:
         ArgumentError: a parameter means nothing, or the head does what `linear_logprob` does not.
@@ -174,13 +174,16 @@ def check_draws(model: Any, draws: Draws, seeds: Tensor) -> tuple[str | None, ..
         given, law = (torch.empty(rows, V, device=seeds.device, dtype=model.dtype),), {}
     temperature = scored_at(draws.temperature)
     drawing = {**law, **draws.params, "seed": seeds, "step": torch.zeros_like(seeds)}
-    return (
-        one_order(SCORES[draws.score], given, drawing),
-        one_order(draws.score, (*given, seeds), {**law, "temperature": temperature}, trainer=True),
-    )
+    op = SCORES[draws.score]
+    drawn = one_order(op, given, drawing)
+    scored = one_order(draws.score, (*given, seeds), {**law, "temperature": temperature}, trainer=True)
+    stating = rlk.explain(op, *given, **drawing, need=["batch_invariant", "trainer_bits"]).decision
+    # A greedy row has a law of one token, and is scored at temperature 1.
+    hot = not isinstance(draws.temperature, Tensor) and draws.temperature > 0
+    return Runs(drawn.target, scored.target, hot and drawn.backend == scored.backend and stating.target == drawn.target)
 
 
-def one_order(op: str, given: tuple[Any, ...], more: Mapping[str, Any], *, trainer: bool = False) -> str | None:
+def one_order(op: str, given: tuple[Any, ...], more: Mapping[str, Any], *, trainer: bool = False) -> Decision:
     """What would run: as where batch invariance is needed and, for a trainer's operator, where gradients are wanted.
 
     Raises:
@@ -192,7 +195,7 @@ def one_order(op: str, given: tuple[Any, ...], more: Mapping[str, Any], *, train
 
     rollout = runs()
     check_decisions(op, rollout, runs(need=["batch_invariant"]), runs(grad=True) if trainer else rollout)
-    return rollout.target
+    return rollout
 
 
 def check_decisions(op: str, rollout: Decision, invariant: Decision, trainer: Decision) -> None:

@@ -18,6 +18,7 @@ from rlkernel.integrations.transformers_pages import cache_argument, paged_cache
 from rlkernel.nn.linear import QuantLinear
 from rlkernel.nn.page_plan import PagePlan
 from rlkernel_core.errors import HostError
+from rlkernel_core.spec.sampling import Status
 
 SCORES: Final = {"linear_logprob": "lm_head_sample", "logprob": "sample"}  # what scores -> what draws
 
@@ -49,12 +50,18 @@ class Draws(NamedTuple):
         return {"temperature": self.temperature, **self.filters}
 
 
+class Runs(NamedTuple):
+    """What runs."""
+
+    draws: str | None  # target of the operator that draws
+    scores: str | None  # of the one that scores
+    stated: bool  # a draw states the bits of the score (`trainer_bits`), so that nothing is scored
+
+
 class Decoder:
     """Pages, the state of each row, and one captured step; made once and used again for calls that fit."""
 
-    def __init__(
-        self, model: Any, draws: Draws, ran: tuple[str | None, ...], rows: int, pages: int, width: int, page: int
-    ) -> None:
+    def __init__(self, model: Any, draws: Draws, ran: Runs, rows: int, pages: int, width: int, page: int) -> None:
         device = model.device
         self.model, self.draws, self.page, self.pages = model, draws, page, pages
         self.place, self.ran = (model.device, model.dtype, *adapters(model)), ran
@@ -71,7 +78,7 @@ class Decoder:
         self.params = {n: x.to(device, copy=True) if isinstance(x, Tensor) else x for n, x in draws.params.items()}
         self.step: Any = None
 
-    def fits(self, model: Any, draws: Draws, ran: tuple[str | None, ...], plan: PagePlan, page: int) -> bool:
+    def fits(self, model: Any, draws: Draws, ran: Runs, plan: PagePlan, page: int) -> bool:
         """Whether a call can use these pages, and the graph."""
         mine = self.draws.key, self.ran, self.page, self.table.shape[0], self.place
         theirs = draws.key, ran, page, len(plan.table), (model.device, model.dtype, *adapters(model))
@@ -131,10 +138,14 @@ class Decoder:
             given, law = (self.model(**told, **places, logits_to_keep=last).logits[0],), {}
         # What has keys now stands before the token: its place in the sequence, as in every host.
         draw = getattr(rlk, SCORES[self.draws.score])(*given, **law, **self.params, seed=self.seed, step=self.used)
-        temperature = scored_at(self.params["temperature"])
-        scored = getattr(rlk, self.draws.score)(*given, draw.token, **law, temperature=temperature)
+        if self.ran.stated:
+            sound = (draw.status & ~Status.FALLBACK) == 0  # beside NaN and +inf a score is NaN
+            logprob = torch.where(sound, draw.logprob + draw.log_kept_mass, torch.nan)
+        else:
+            temperature = scored_at(self.params["temperature"])
+            logprob = getattr(rlk, self.draws.score)(*given, draw.token, **law, temperature=temperature).logprob
         self.token.copy_(torch.where(self.alive, draw.token, self.draws.pad_id))
-        found = [self.token, *(torch.where(self.alive, x, 0) for x in (scored.logprob, draw.log_kept_mass))]
+        found = [self.token, *(torch.where(self.alive, x, 0) for x in (logprob, draw.log_kept_mass))]
         self.drawn.add_(self.alive)
         self.alive.logical_and_((self.token[:, None] != self.stop).all(1))
         return found if self.draws.filters else found[:2]
