@@ -231,7 +231,9 @@ def test_with_filters_the_law_of_the_draw_is_the_trainers_less_the_mass_kept() -
     assert ((chance > 0) & (chance < 1)).all()
 
 
-@pytest.mark.parametrize(("change", "scored"), [({}, False), ({"top_k": 2}, False), ({"temperature": 0}, True)], ids=str)
+@pytest.mark.parametrize(
+    ("change", "scored"), [({}, False), ({"top_k": 2}, False), ({"temperature": 0}, True)], ids=str
+)
 def test_nothing_is_scored_where_a_draw_states_the_trainers_number(change, scored) -> None:
     def scores() -> int:
         return sum(ran.calls for ran in rlk.status() if ran.op == "linear_logprob@1")
