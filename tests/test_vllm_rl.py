@@ -78,7 +78,7 @@ def test_a_worker_that_is_an_actor_of_ray_draws_what_it_draws_in_a_process(actor
 
 
 @pytest.mark.parametrize("how", ["lora", "lora_quantized"])
-def test_the_base_and_two_adapters_draw_in_one_batch_what_they_draw_alone(request, how) -> None:
+def test_base_and_adapters_draw_together_what_they_draw_alone(request, how) -> None:
     found = request.getfixturevalue(how)
     for rule in ("drawn", "greedy"):
         assert found[rule] == found[f"{rule} alone"]
