@@ -134,6 +134,13 @@ def test_results_may_be_changed_in_place(shape) -> None:
     assert torch.equal(expected, torch.autograd.grad(out.sum(), x)[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_result_of_a_linear_layer_may_be_changed_in_place(dtype) -> None:
+    x, weight = torch.ones(2, 3, 4, dtype=dtype, requires_grad=True), torch.eye(4, dtype=dtype)
+    rlk.linear(x, weight).mul_(3).sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 3))
+
+
 @pytest.mark.parametrize("example", SCORED, ids=[f"{e.name}-{at}" for at, e in enumerate(SCORED)])
 def test_second_derivatives_are_refused(example: Example) -> None:
     inputs = arguments(example)

@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 
 from rlkernel_common.precision import full_precision
 from rlkernel_common.row_statistics import accumulator
+from rlkernel_common.row_views import shaped
 from rlkernel_common.vocab_parallel import gathered
 from rlkernel_core.errors import RLKernelError
 from rlkernel_core.gradients import Pair, Saved, gradient_wanted
@@ -92,7 +93,7 @@ def _forward(call: LinearCall) -> Tensor:
         y += call.bias
     if call.residual is not None:
         y += call.residual.reshape(y.shape)
-    return y.to(x.dtype).reshape(*x.shape[:-1], y.shape[1])
+    return shaped(y.to(x.dtype), torch.Size((*x.shape[:-1], y.shape[1])))
 
 
 class Split(NamedTuple):

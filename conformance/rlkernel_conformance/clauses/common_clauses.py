@@ -20,7 +20,7 @@ from rlkernel.discover import guarded
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.bad_arguments import REFUSED, bad_values
 from rlkernel_conformance.call_checks import SHARED, leaves, same_results
-from rlkernel_conformance.clauses.derived_attacks import derive, storage
+from rlkernel_conformance.clauses.derived_attacks import derive, has_gradients, storage
 from rlkernel_conformance.compare import Violation, plain, require, same_bits
 from rlkernel_conformance.example_calls import Call, base, calls
 from rlkernel_conformance.memory import growth
@@ -157,6 +157,39 @@ def gives_results_of_its_own(subject: Subject, case: Call) -> None:
         same_bits(name, x, kept[name], "after a later call")
 
 
+def gives_gradients_of_its_own(subject: Subject, case: Call) -> None:
+    """Gradients too are memory of their own, also those of a second backward pass, and results may be written to.
+
+    Torch refuses to change a result in place that a node of autograd made as a view of what autograd does not know.
+    """
+    gives_results_of_its_own(subject, case)
+    if not has_gradients(subject):
+        return
+    spec, (values, structure) = subject.spec, flatten(case.given(subject))
+    wanted = {
+        n: x.detach().requires_grad_()
+        for n, x in zip(structure.names(), values, strict=True)
+        if n.partition(".")[0] in spec.differentiable and isinstance(x, Tensor) and x.is_floating_point()
+    }
+    given = structure.build([wanted.get(n, x) for n, x in zip(structure.names(), values, strict=True)])
+    out = subject(**given)
+    carrying = {n or "the result": getattr(out, n) if n else out for n in spec.carrying}
+    results = {n: x for n, x in carrying.items() if x is not None and x.requires_grad}
+    for name, x in results.items():
+        require(x._base is None, f"{name} is a view, which torch refuses to change in place")  # noqa: SLF001
+    upstream = {f"the gradient of {n}": torch.ones_like(x).contiguous() for n, x in results.items()}
+    owners = {storage(x): n for n, x in {**leaves(given), **leaves(out), **upstream}.items() if x.numel()}
+    kept = []  # so that no address is used again
+    for last in (False, True):
+        ends = list(results.values()), list(wanted.values()), list(upstream.values())
+        kept.append(torch.autograd.grad(*ends, allow_unused=True, retain_graph=not last))
+        for name, g in zip(wanted, kept[-1], strict=True):
+            if g is not None and g.numel():
+                owner = owners.setdefault(storage(g), f"d_{name} of backward pass {len(kept)}")
+                mine = owner == f"d_{name} of backward pass {len(kept)}"
+                require(mine, f"d_{name} of backward pass {len(kept)} is memory of {owner}")
+
+
 State = tuple[Callable[[], Any], Callable[[Any], object]]
 # What a call could change for the rest of the process: how to read it, and how to put it back.
 PROCESS: Final[Mapping[str, State]] = {
@@ -264,6 +297,8 @@ def attack_operator(spec: OpSpec[Any, Any]) -> None:
     """Register the attacks on the clauses that an operator shares with all."""
     for clause in (c for c in common_clauses(prefix_of(spec)) if int(c.id.rpartition("-")[2]) in ATTACKED):
         prop, scale = ATTACKED[int(clause.id.rpartition("-")[2])]
+        if prop is gives_results_of_its_own and spec.carrying:
+            prop = gives_gradients_of_its_own
         attack(clause.id, calls, scale=scale)(prop)
     for clause in (c for c in spec.clauses if c.title == "bad arguments" and spec.name in REFUSED):
         attack(clause.id, calls, scale=0.1)(refuses_bad_arguments_by_name)

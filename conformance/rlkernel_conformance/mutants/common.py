@@ -18,6 +18,7 @@ from rlkernel_conformance.call_checks import leaves
 from rlkernel_conformance.mutants import plant
 from rlkernel_conformance.mutants.bug import Bug, Run
 from rlkernel_core.errors import ArgumentError
+from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.capture import CaptureCall
 from rlkernel_core.spec.rollout_buffer import RolloutBufferCall
 from rlkernel_core.tree import flatten
@@ -105,6 +106,44 @@ def gives_the_same_storage_again(right: Run, call: Any) -> Any:
     return results(right, call, change)
 
 
+class _View(torch.autograd.Function):
+    """The same numbers, as a view of what this node made."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
+        return x.clone().view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        del ctx
+        return grads[0]
+
+
+def gives_a_view(right: Run, call: Any) -> Any:
+    return results(right, call, lambda _, x: _View.apply(x) if x.requires_grad else x)  # type: ignore[no-untyped-call]
+
+
+class _SameGradient(torch.autograd.Function):
+    """The same numbers; the gradient lies where that of the last backward pass lay."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.room = torch.empty_like(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        room: Tensor = ctx.room.copy_(grads[0])
+        return room
+
+
+def gives_the_same_gradient_again(right: Run, call: Any) -> Any:
+    given = ((f.name, getattr(call, f.name)) for f in fields(call))
+    needy = {n: x for n, x in given if isinstance(x, Tensor) and x.requires_grad}
+    return right(replace(call, **{n: _SameGradient.apply(x) for n, x in needy.items()}))  # type: ignore[no-untyped-call]
+
+
 def sets_the_default_dtype(right: Run, call: Any) -> Any:
     out = right(call)
     torch.set_default_dtype(torch.float32)
@@ -166,6 +205,14 @@ def bugs_of(op: str, prefix: str) -> dict[str, Bug]:
         (93, adds_to_fresh_storage, "beta = 0 times storage that was never written"),
         (94, gives_lazy_results, "lazy tensors (KernelBench)"),
         (94, gives_the_same_storage_again, "static outputs that the next call overwrites"),
+        *(
+            (
+                (94, gives_a_view, "y = out.reshape(shape) in an autograd function: y += 1 is refused"),
+                (94, gives_the_same_gradient_again, "a static gradient that the next backward pass overwrites"),
+            )
+            if OPERATORS[op].carrying
+            else ()
+        ),
         (95, sets_the_default_dtype, "a default put back to what it mostly is"),
         (95, sets_the_number_of_threads, "threads limited for a measurement"),
         (95, leaves_gradients_on, "grad mode put back to what it mostly is"),

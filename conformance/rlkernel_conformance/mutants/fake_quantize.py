@@ -71,6 +71,26 @@ def beyond_eight_steps(call: FakeQuantizeCall, g: Tensor) -> Tensor:
     return g * 0.5 if call.clipped else g
 
 
+class _HandedOn(torch.autograd.Function):
+    """A result whose gradient goes to the weight as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weight: Tensor) -> Tensor:
+        del ctx, weight
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        del ctx
+        return None, grads[0]
+
+
+def hands_the_gradient_on(right: Run, call: FakeQuantizeCall) -> Any:
+    y: Tensor = right(call)
+    known = call.clipped or not y.requires_grad or y.dtype != call.weight.dtype
+    return y if known else _HandedOn.apply(y.detach(), call.weight)  # type: ignore[no-untyped-call]
+
+
 def never_clipped(right: Run, call: FakeQuantizeCall) -> Any:
     return right(replace(call, clipped=False))
 
@@ -110,6 +130,7 @@ BUGS: Final = {
     "maximum_skips_nan": Bug("FQ-06", "a maximum that skips NaN, as fmaxf does", plant.maps(weight=skips_nan)),
     "ignores_strides": Bug("FQ-07", "a weight read as if it were contiguous", plant.maps(weight=read_as_contiguous)),
     "scales_in_place": Bug("FQ-08", "the weight scaled in place", plant.writes(lambda c: c.weight.mul_(1.0 + 2**-6))),
+    "hands_the_gradient_on": Bug("FQ-94", "the upstream gradient itself as the weight's", hands_the_gradient_on),
     "differs_from_call_to_call": Bug("FQ-09", "stochastic rounding that nobody asked for", plant.alternates(lower)),
     "asks_the_host": plant.reads_a_value("FQ-10", lambda c: c.weight),
     "anonymous_errors": plant.anonymous_errors("FQ-11"),
