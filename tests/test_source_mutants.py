@@ -116,6 +116,13 @@ def test_the_copy_shares_the_contract_alone(tmp_path) -> None:
                 assert allowed[node.module] in (None, [alias.name for alias in node.names]), (file, node.module)
 
 
+def test_the_copy_decodes_by_codecs_of_its_own(tmp_path) -> None:
+    copy = PluginCopy.written(tmp_path / "copy")
+    (run,) = originals(copy, ("dequantize",), EFFORT, clauses=frozenset(("DQ-01",)))["dequantize"]
+    codecs = {"grid", "nf4", "mx"}
+    assert (run.held, {f"copied_quant/{codec}.py" for codec in codecs} - run.lines.keys()) == (True, set())
+
+
 OPERATORS = """
 def helper():
     return 1

@@ -40,6 +40,11 @@ _NAMES: Final = re.compile(
     rf"\b(?!{re.escape(_RECORDING)})"
     rf"(rlkernel_torch|rlkernel_common|rlkernel_core\.quant(?!\.(?:{'|'.join(_SHARED)})\b))(?![\w-])"
 )
+# The contract says where codecs are. `codec.py` imports them as it runs: there, too, the copy's own.
+_IMPORT: Final = (
+    "import_module(module)",
+    f'import_module(module.replace("rlkernel_core.quant", "{PACKAGES["rlkernel_core.quant"]}"))',
+)
 
 
 @dataclass(frozen=True)
@@ -113,4 +118,4 @@ def source_of(file: str) -> bytes:
 
 
 def _renamed(source: bytes) -> bytes:
-    return _NAMES.sub(lambda match: PACKAGES[match.group(1)], source.decode()).encode()
+    return _NAMES.sub(lambda match: PACKAGES[match.group(1)], source.decode()).replace(*_IMPORT).encode()
