@@ -106,17 +106,23 @@ def a_request_draws_the_same_wherever_it_stands(subject: Subject, case: Draws) -
         same_tokens(subject(x.float(), **given), want, f"in float32, not {case.dtype}")
 
 
-@attack("SA-32", lambda s: draws(s, N=5, edits=False), scale=SCALE)
+@attack(
+    "SA-32",
+    lambda s: draws(s, N=5, edits=False),
+    examples=(Draws(232, N=5, kinds="any"),),  # a row of infinite logits beside others
+    scale=SCALE,
+)
 def a_row_has_the_same_bits_in_any_batch(subject: Subject, case: Draws) -> None:
-    """Alone, reversed, among 300 rows."""
+    """Alone, reversed, among 300 rows; also where no filter is given, which may be another way through the code."""
     batch = case.batch(subject)
-    asked = everything(subject, case.V)
-    want = leaves(call(subject, batch, **asked))
     back = list(range(case.N))[::-1]
     batches = [[i] for i in range(case.N)] if "per_row_parameters" in subject.claims else [[0]]
-    for rows in [*batches, back, back * 60] if len(batches) > 1 else batches:
-        for name, value in leaves(call(subject, part(batch, rows), **asked)).items():
-            same_bits(name, value, want[name][rows], f"in a batch of {len(rows)}")
+    for filters, said in (({}, ""), (dict.fromkeys(("top_k", "top_p", "min_p")), " without filters")):
+        asked = everything(subject, case.V) | filters
+        want = leaves(call(subject, batch, **asked))
+        for rows in [*batches, back, back * 60] if len(batches) > 1 else batches:
+            for name, value in leaves(call(subject, part(batch, rows), **asked)).items():
+                same_bits(name, value, want[name][rows], f"in a batch of {len(rows)}{said}")
 
 
 @attack("SA-39", lambda s: plain_draws(s, N=5), scale=SCALE)
