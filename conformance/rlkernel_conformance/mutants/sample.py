@@ -73,13 +73,6 @@ def summed(width: int, *, start: int = 0) -> How:
     return run
 
 
-def last_of_all(call: SampleCall, out: SampleResult) -> Tensor:
-    filtered = any(x is not None for x in (call.top_k, call.top_p, call.min_p))
-    if filtered or not out.threshold_id.numel():
-        return out.threshold_id
-    return torch.where(out.threshold == torch.inf, out.threshold_id.amax(), out.threshold_id)
-
-
 def draws_before_it_filters(right: Run, call: SampleCall) -> SampleResult:
     return replace(right(call), token=right(without_filters(call)).token)
 
@@ -358,15 +351,10 @@ BUGS: Final = {
         ),
     ),
     "sums_depend_on_the_batch": plant.batch_dependent(
-        "SA-32",
-        "logprob",
-        "a reduction that depends on the batch, declared invariant",
-        lambda c: c.logits.shape[0] > 100,
+        "SA-32", "logprob", "sums that depend on the batch, declared invariant", lambda c: c.logits.shape[0] > 100
     ),
-    "last_id_of_the_batch": Bug(
-        "SA-32",
-        "where no filter is given, a maximum over all rows for the last id that a row keeps",
-        plant.returns(threshold_id=last_of_all),
+    "sums_depend_on_the_batch_without_filters": plant.batch_dependent(
+        "SA-32", "logprob", "the same on the way without filters", lambda c: c.logits.shape[0] > 1 and not filtered(c)
     ),
     "differs_from_call_to_call": plant.nondeterministic(
         "SA-33", "logprob", "floating atomics, declared deterministic (FlashInfer #4831)"
