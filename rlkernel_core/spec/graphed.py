@@ -192,7 +192,7 @@ class GraphedCallable(Protocol):
         ...
 
     def check_static(self) -> tuple[str, ...]:
-        """Names of static tensors that moved since capture; follows `on_guard_fail` if there are any."""
+        """Names, in any order, of static tensors that moved since capture; follows `on_guard_fail` if there are any."""
         ...
 
     def invalidate(self, reason: str = "invalidated") -> None:
