@@ -167,6 +167,15 @@ BUGS: Final = {
     "sums_depend_on_the_batch": plant.batch_dependent(
         "LH-19", "logprob", "split sums for large batches, declared invariant", lambda c: c.hidden.shape[0] > 100
     ),
+    "threshold_of_the_batch": Bug(
+        "LH-19",
+        "where logits are infinite, the id at the threshold is the largest of the batch",
+        plant.returns(
+            threshold_id=lambda call, out: torch.where(
+                out.threshold.isposinf(), out.threshold_id.max(), out.threshold_id
+            )
+        ),
+    ),
     "scales_the_head_in_place": Bug(
         "LH-14", "the scale folded into the head, in place", plant.writes(lambda c: c.weight.mul_(1.0 + 2**-6))
     ),
