@@ -34,7 +34,7 @@ WRITERS = {
     "conformance/rlkernel_judge/private_folder.py": (1, "a folder that is locked takes its name"),
     "conformance/rlkernel_judge/supervisor.py": (6, "switches of the kernel in /proc and in a control group"),
     "conformance/rlkernel_judge/worker.py": (1, "the candidate's source, in the scratch folder of its sandbox"),
-    "conformance/rlkernel_conformance/source_mutants/plugin_copy.py": (4, "copies of a backend in a temporary folder"),
+    "conformance/rlkernel_conformance/source_mutants/plugin_copy.py": (6, "copies of a backend in a temporary folder"),
 }
 # Parsers of what is no file from outside.
 PARSERS = {
@@ -55,6 +55,7 @@ PARSERS = {
     "conformance/rlkernel_judge/trial.py": (1, "the task of our own server"),
     "conformance/rlkernel_judge/wire.py": (3, "lengths of a frame, which are bounded before anything is allocated"),
     "conformance/rlkernel_judge/worker.py": (1, "the job of our own trial"),
+    "benchmarks/gpu_exact_ranks.py": (1, "the answers of our own ranks"),
     "benchmarks/gpu_vllm.py": (1, "the answers of our own engines"),
     "benchmarks/rlkernel_bench/rank.py": (1, "the order of our own parent"),
     "benchmarks/rlkernel_bench/suites/ranks.py": (1, "the answers of our own ranks"),

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import rlkernel as rlk
 from rlkernel_conformance.ranks import _gloo
-from rlkernel_core.errors import ArgumentError, ArgumentTypeError
+from rlkernel_core.errors import ArgumentError
 from tests.process_groups import alone, in_ranks
 
 __all__ = ["alone"]
@@ -139,11 +139,13 @@ def test_what_is_per_sequence_is_refused_where_ranks_have_pieces_of_sequences(al
             rlk.policy_loss(piece, piece, piece, **more, process_group=alone)
 
 
-def test_a_device_mesh_is_no_process_group(alone) -> None:
-    piece, mesh = torch.zeros(3), init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    assert rlk.policy_loss(piece, piece, piece, kind="dapo", process_group=mesh.get_group("dp")).loss.item() == 0
-    with pytest.raises(ArgumentTypeError, match="process_group"):
-        rlk.policy_loss(piece, piece, piece, kind="dapo", process_group=mesh)
+def test_a_device_mesh_of_one_dimension_is_its_process_group(alone) -> None:
+    piece, mesh = torch.ones(3), init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    by_group, by_mesh = (
+        rlk.policy_loss(piece, piece, piece, kind="dapo", process_group=group).loss
+        for group in (mesh.get_group("dp"), mesh)
+    )
+    assert torch.equal(by_mesh, by_group)
 
 
 def test_a_split_batch_needs_a_horizon(alone) -> None:

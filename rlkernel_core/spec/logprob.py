@@ -72,7 +72,7 @@ class LogprobResult:
     top_ids: Tensor | None = None  # [..., n] int64, by (logit descending, id ascending); masked rows -1
     top_logprobs: Tensor | None = None  # [..., n] of softmax(z), without gradient; masked rows 0
     log_kept_mass: Tensor | None = None  # [...] with `support`: log of the mass of the kept ids under softmax(z)
-    invalid: Tensor | None = None  # bool, as `ids`: id or kept id out of range in an unmasked row
+    invalid: Tensor | None = None  # bool, as `ids`, [...] or [M]: id or kept id out of range in an unmasked row
 
 
 @dataclass(slots=True, eq=False)
