@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 import rlkernel as rlk
-from rlkernel_core.quant import FORMATS, QuantSpec
+from rlkernel_core.quant import FORMATS, QuantSpec, stack
 from rlkernel_core.spec.qmatmul import ACTIVATIONS, PAIRS, LoRA
 from rlkernel_torch.direct import dequantize, prepack, qmatmul, quantize
 from tests.test_linear_logprob_memory import peak
@@ -56,6 +56,23 @@ def test_ends_of_experts_are_those_of_torch() -> None:
     dense = rlk.dequantize(w, dtype=torch.bfloat16).view(3, 4, 64)
     want = functional.grouped_mm(x, dense.transpose(1, 2), offs=ends)
     torch.testing.assert_close(qmatmul(x, w, ends=ends, weight_rounding="dtype"), want)
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_several_adapters_are_those_of_calls_of_their_own(experts) -> None:
+    x = normal(6, 50, seed=1, dtype=torch.float64).requires_grad_()
+    parts = [quantize(normal(4, 50, seed=seed), "int8_channel") for seed in ((2, 3) if experts else (2,))]
+    w, ends = stack(parts), torch.tensor([2, 5], dtype=torch.int32)
+    A = normal(2, 3, 50, seed=4, dtype=torch.float64).requires_grad_()
+    B = normal(2, 4, 3, seed=5, dtype=torch.float64).requires_grad_()
+    rows, weights = (slice(0, 2), slice(2, 5)), parts if experts else parts * 2
+    each = [qmatmul(x[r], v, lora=LoRA(a, b, 0.5)) for r, v, a, b in zip(rows, weights, A, B, strict=True)]
+    expected = torch.cat([*each, x.new_zeros(1, 4) if experts else qmatmul(x[5:], w)])
+    found = qmatmul(x, w, lora=LoRA(A, B, 0.5), **{"ends" if experts else "lora_ends": ends})
+    leaves, dy = (x, A, B), normal(6, 4, seed=6, dtype=torch.float64)
+    torch.testing.assert_close(
+        (found, *torch.autograd.grad(found, leaves, dy)), (expected, *torch.autograd.grad(expected, leaves, dy))
+    )
 
 
 def test_autocast_lowers_the_precision_of_neither_result_nor_gradient() -> None:

@@ -1,4 +1,4 @@
-"""Attacks on qmatmul@1: accuracy here, laws and side effects in qmatmul_laws, gradients and experts apart."""
+"""Attacks on qmatmul@1: accuracy here, laws and side effects in qmatmul_laws, the rest apart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.clauses import qmatmul_experts, qmatmul_gradients, qmatmul_laws
+from rlkernel_conformance.clauses import qmatmul_adapters, qmatmul_experts, qmatmul_gradients, qmatmul_laws
 from rlkernel_conformance.compare import require, within
 from rlkernel_conformance.qmatmul_calls import (
     EVERY,
@@ -30,7 +30,12 @@ from rlkernel_core.definitions import quantize
 from rlkernel_core.quant import error_bound
 from rlkernel_core.spec.qmatmul import UNITS, LoRA, smallest_error
 
-ELSEWHERE: Final = (qmatmul_experts, qmatmul_gradients, qmatmul_laws)  # modules that hold the other attacks
+ELSEWHERE: Final = (
+    qmatmul_adapters,
+    qmatmul_experts,
+    qmatmul_gradients,
+    qmatmul_laws,
+)  # modules that hold the other attacks
 
 
 @attack("QM-01", cases, examples=EVERY)
