@@ -12,8 +12,9 @@ implementation: tensor cores want a rounded weight where M is large, and a scale
 small. "none" and "dtype" pin it, for a trainer and a rollout engine that have to agree: "dtype" is the product with
 `dequantize(w, dtype=x.dtype)`.
 
-A format with `act` quantizes x as well (`rlkernel_core.quant.activations`): int8_w8a8 always, fp8 where its spec says
-so. LoRA sees x as it came. The integer product is exact and has no w' to round: h = fl32(fl32(acc * s_x) * s_w) + ...
+A format with `act` quantizes x as well (`rlkernel_core.quant.activations`): int8_w8a8 always, fp8, mx and nvfp4 where
+the spec says so. LoRA sees x as it came. The integer product is exact and has no w' to round:
+h = fl32(fl32(acc * s_x) * s_w) + ...
 
 Grouped (mixture of experts): with `ends` [E] the rows of w are those of E experts, one after the other, and the rows
 of x are sorted by expert. Rows ends[e - 1] .. ends[e] - 1 of x (from 0 for the first) are multiplied with the rows

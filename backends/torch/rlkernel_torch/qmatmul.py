@@ -88,7 +88,7 @@ class _Product:
     @cached_property
     def left(self) -> Tensor:  # [M, K]
         """What the dequantized weight is multiplied with."""
-        return self.wide if self.quantized is None else self.quantized.value()
+        return self.wide if self.quantized is None else self.quantized.value().to(self.wide.dtype)
 
     @cached_property
     def xa(self) -> Tensor | None:  # [M, r]

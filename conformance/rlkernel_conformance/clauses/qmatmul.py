@@ -25,6 +25,7 @@ from rlkernel_conformance.qmatmul_calls import (
     small,
     tried,
 )
+from rlkernel_conformance.quantized_weights import MULTIPLIED, SPECS, claims
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import quantize
 from rlkernel_core.quant import error_bound
@@ -141,13 +142,25 @@ def integer_sums_are_exact(subject: Subject, case: Product) -> None:
     integer_rows(subject, case, case.input(subject), case.w(subject), slice(None))
 
 
-@attack("QM-08", integer_cases)
+def quantized_inputs(subject: Subject) -> st.SearchStrategy[Product]:
+    """Every claimed way to quantize x."""
+    of_act = [kind for kind, spec in SPECS.items() if spec.act != "none" and claims(subject, spec, MULTIPLIED)]
+    return st.builds(lambda case, kind: replace(case, kind=kind), integer_cases(subject), st.sampled_from(of_act)).map(
+        lambda case: fitted(subject, case)
+    )
+
+
+@attack("QM-08", quantized_inputs)
 def a_token_is_quantized_on_its_own(subject: Subject, case: Product) -> None:
     """The first token beside tokens that are huge, zero or NaN."""
     x, w = case.input(subject), case.w(subject)
     for neighbor in (1e4, 0.0, torch.nan):
         x[1:] = neighbor
-        integer_rows(subject, case, x, w, slice(0, 1))
+        if case.spec.act == "token_int8":
+            integer_rows(subject, case, x, w, slice(0, 1))
+        else:
+            want = expected(case, x[:1], w)
+            within(subject, "y", subject(x, w)[:1], want.y.numpy(), want.bound().numpy())
     if case.seed % 2:
         x[1:] = 0
         require(bool((subject(x, w)[1:] == 0).all()), "a token of zeros does not give zeros")

@@ -72,6 +72,16 @@ def one_scale_for_all_tokens(call: QmatmulCall) -> Tensor:
     return (x / step).round() * step
 
 
+def one_second_scale_for_all_tokens(call: QmatmulCall) -> Tensor:
+    """As if the largest token were in every token: blocks are scaled by it."""
+    x = call.x
+    if call.w.spec.act != "nvfp4" or x.dim() != 2 or x.shape[0] < 2 or x.requires_grad:
+        return x
+    top = x.float().abs().amax()
+    s = (x.float() * 448 / top).to(torch.float8_e4m3fn).float() * top / 448
+    return torch.where(top.isfinite() & (x.abs().amax(1, keepdim=True) < top / 8), s, x).to(x.dtype)
+
+
 def merged_once(right: Run, call: QmatmulCall) -> Tensor:
     lora = call.lora
     if not isinstance(lora, LoRA) or lora.requires_grad:
@@ -272,6 +282,16 @@ BUGS: Final = {
         ),
     ),
     "one_scale_for_all_tokens": Bug("QM-08", "one scale for all tokens", plant.given(x=one_scale_for_all_tokens)),
+    "one_second_scale_for_all_tokens": Bug(
+        "QM-08", "NVFP4's second scale is one for all tokens", plant.given(x=one_second_scale_for_all_tokens)
+    ),
+    "input_in_small_blocks_is_not_quantized": Bug(
+        "QM-01",
+        "x left as it is beside an MX or NVFP4 weight that quantizes it",
+        read_as_other(
+            lambda w: replace(w, spec=replace(w.spec, act="none")), lambda w: w.spec.act in {"mxfp8", "nvfp4"}
+        ),
+    ),
     "lora_scale_lost": Bug("QM-09", "the scale of LoRA lost", plant.maps(lora=lambda x: replace(x, scale=1.0))),
     "merged_once": Bug("QM-10", "LoRA merged once and remembered by address", merged_once),
     "bias_comes_last": Bug("QM-11", "the bias after the activation", bias_comes_last),
