@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 import rlkernel as rlk
+from rlkernel_conformance.quantized_weights import SPECS
 from rlkernel_core.quant import FORMATS, QuantSpec, stack
 from rlkernel_core.spec.qmatmul import ACTIVATIONS, PAIRS, LoRA
 from rlkernel_torch.direct import dequantize, prepack, qmatmul, quantize
@@ -90,6 +91,19 @@ def test_autocast_lowers_the_precision_of_neither_result_nor_gradient() -> None:
 def test_shapes_are_known_without_values() -> None:
     w = quantize(torch.empty(24, 40, device="meta"), "nf4")
     assert qmatmul(torch.empty(3, 40, device="meta"), w, activation="swiglu").shape == (3, 12)
+
+
+@pytest.mark.parametrize("kind", ["int8_channel", "int8_w8a8", "mxfp8[act=mxfp8]", "nvfp4[act=nvfp4]"])
+@pytest.mark.parametrize("experts", [False, True])
+def test_adapters_and_quantized_inputs_read_no_value(kind, experts) -> None:
+    """A tensor on meta has no values: whatever reads one fails, and so it would in a capture."""
+    w = quantize(torch.zeros(8, 50), SPECS[kind]).to("meta")
+    x = torch.zeros(6, 50, device="meta", requires_grad=True)
+    A, B = (torch.zeros(2, *shape, device="meta", requires_grad=True) for shape in ((3, 50), (4 if experts else 8, 3)))
+    ends = torch.zeros(2, dtype=torch.int32, device="meta")
+    y = qmatmul(x, w, lora=LoRA(A, B), activation="silu", **{"ends" if experts else "lora_ends": ends})
+    grads = torch.autograd.grad(y, (x, A, B), torch.zeros_like(y))
+    assert [t.shape for t in (y, *grads)] == [(6, 4 if experts else 8), x.shape, A.shape, B.shape]
 
 
 def test_the_front_door_runs_it() -> None:
