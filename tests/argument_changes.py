@@ -194,6 +194,10 @@ def qmatmul() -> Changes:
         "residual": Change(draw(N, V)),
         "weight_rounding": Change("dtype", {"x": draw(N, D).bfloat16()}),
         "ends": Change(torch.tensor([1, 3, 3, 5], dtype=torch.int32)),
+        "lora_ends": Change(
+            torch.tensor([1, 3], dtype=torch.int32),
+            {"lora": rlk.LoRA(draw(2, 2, D), draw(2, V, 2)), "lora_ends": torch.tensor([3, 3], dtype=torch.int32)},
+        ),
     }
 
 

@@ -76,6 +76,11 @@ EXAMPLES = (
     example("dequantize", cut=False),
     example("prepack", cut=False),
     example("qmatmul", lora=LoRA(draw(2, D), draw(V, 2), 0.5)),
+    example(
+        "qmatmul",
+        lora=LoRA(draw(2, 2, D), draw(2, V, 2), 0.5),
+        lora_ends=torch.tensor([1, N - 1], dtype=torch.int32),
+    ),
     example("advantage", mask=tokens()),
     example(
         "advantage",

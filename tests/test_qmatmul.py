@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional
 
 import rlkernel as rlk
-from rlkernel_core.quant import FORMATS, QuantSpec
+from rlkernel_conformance.quantized_weights import SPECS
+from rlkernel_core.quant import FORMATS, QuantSpec, stack
 from rlkernel_core.spec.qmatmul import ACTIVATIONS, PAIRS, LoRA
 from rlkernel_torch.direct import dequantize, prepack, qmatmul, quantize
 from tests.test_linear_logprob_memory import peak
@@ -58,6 +59,23 @@ def test_ends_of_experts_are_those_of_torch() -> None:
     torch.testing.assert_close(qmatmul(x, w, ends=ends, weight_rounding="dtype"), want)
 
 
+@pytest.mark.parametrize("experts", [False, True])
+def test_several_adapters_are_those_of_calls_of_their_own(experts) -> None:
+    x = normal(6, 50, seed=1, dtype=torch.float64).requires_grad_()
+    parts = [quantize(normal(4, 50, seed=seed), "int8_channel") for seed in ((2, 3) if experts else (2,))]
+    w, ends = stack(parts), torch.tensor([2, 5], dtype=torch.int32)
+    A = normal(2, 3, 50, seed=4, dtype=torch.float64).requires_grad_()
+    B = normal(2, 4, 3, seed=5, dtype=torch.float64).requires_grad_()
+    rows, weights = (slice(0, 2), slice(2, 5)), parts if experts else parts * 2
+    each = [qmatmul(x[r], v, lora=LoRA(a, b, 0.5)) for r, v, a, b in zip(rows, weights, A, B, strict=True)]
+    expected = torch.cat([*each, x.new_zeros(1, 4) if experts else qmatmul(x[5:], w)])
+    found = qmatmul(x, w, lora=LoRA(A, B, 0.5), **{"ends" if experts else "lora_ends": ends})
+    leaves, dy = (x, A, B), normal(6, 4, seed=6, dtype=torch.float64)
+    torch.testing.assert_close(
+        (found, *torch.autograd.grad(found, leaves, dy)), (expected, *torch.autograd.grad(expected, leaves, dy))
+    )
+
+
 def test_autocast_lowers_the_precision_of_neither_result_nor_gradient() -> None:
     w, found = quantize(normal(20, 64), "nf4"), []
     for enabled in (False, True):
@@ -73,6 +91,19 @@ def test_autocast_lowers_the_precision_of_neither_result_nor_gradient() -> None:
 def test_shapes_are_known_without_values() -> None:
     w = quantize(torch.empty(24, 40, device="meta"), "nf4")
     assert qmatmul(torch.empty(3, 40, device="meta"), w, activation="swiglu").shape == (3, 12)
+
+
+@pytest.mark.parametrize("kind", ["int8_channel", "int8_w8a8", "mxfp8[act=mxfp8]", "nvfp4[act=nvfp4]"])
+@pytest.mark.parametrize("experts", [False, True])
+def test_adapters_and_quantized_inputs_read_no_value(kind, experts) -> None:
+    """A tensor on meta has no values: whatever reads one fails, and so it would in a capture."""
+    w = quantize(torch.zeros(8, 50), SPECS[kind]).to("meta")
+    x = torch.zeros(6, 50, device="meta", requires_grad=True)
+    A, B = (torch.zeros(2, *shape, device="meta", requires_grad=True) for shape in ((3, 50), (4 if experts else 8, 3)))
+    ends = torch.zeros(2, dtype=torch.int32, device="meta")
+    y = qmatmul(x, w, lora=LoRA(A, B), activation="silu", **{"ends" if experts else "lora_ends": ends})
+    grads = torch.autograd.grad(y, (x, A, B), torch.zeros_like(y))
+    assert [t.shape for t in (y, *grads)] == [(6, 4 if experts else 8), x.shape, A.shape, B.shape]
 
 
 def test_the_front_door_runs_it() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlkernel_conformance.bad_head_arguments import BAD_LISTS, BAD_LORA, BAD_SCORES, LISTS, leaf
+from rlkernel_conformance.bad_head_arguments import BAD_ENDS, BAD_LISTS, BAD_LORA, BAD_SCORES, LISTS, leaf
 from rlkernel_conformance.bad_layer_arguments import OF_LAYERS
 from rlkernel_conformance.example_calls import B, D, N, T, V, draw, ids, logprobs, tokens
 from rlkernel_core.quant import QuantTensor, quantize
@@ -284,12 +284,7 @@ REFUSED: Final[Mapping[str, Callable[[], list[tuple[str, dict[str, Any]]]]]] = {
         ("w", {"w": stored(V, "meta")}),
         *BAD_LORA,
         ("activation", {"w": stored(V - 1), "activation": "swiglu"}),
-        ("ends", {"ends": torch.tensor([2, 3])}),
-        ("ends", {"ends": torch.tensor([1, 2, 3, 4, 5], dtype=torch.int32)}),
-        ("ends", {"ends": torch.zeros(0, dtype=torch.int32)}),
-        ("x", {"x": draw(N, 1, D), "ends": torch.tensor([2, 3], dtype=torch.int32)}),
-        ("lora", {"lora": LoRA(draw(2, D), draw(V, 2)), "ends": torch.tensor([2, 3], dtype=torch.int32)}),
-        ("activation", {"activation": "swiglu", "ends": torch.arange(1, V + 1, dtype=torch.int32)}),
+        *BAD_ENDS,
     ],
     "advantage": lambda: [
         ("group", {"group": None}),

@@ -1,4 +1,4 @@
-"""Bad arguments that several operators on logits or on a head refuse alike."""
+"""Bad arguments that several operators on logits or on a head refuse alike, and of groups of rows."""
 
 from __future__ import annotations
 
@@ -43,4 +43,27 @@ BAD_LORA: Final = (
     ("lora.A", {"lora": LoRA(draw(D, 2), draw(V, 2))}),
     ("lora.B", {"lora": LoRA(draw(2, D), draw(2, V))}),
     ("lora.B", {"lora": LoRA(draw(2, D), draw(V, 2).to("meta"))}),
+)
+
+
+def _stacked(groups: int) -> LoRA:
+    """Low-rank additions of groups of rows."""
+    return LoRA(draw(groups, 2, D), draw(groups, V, 2))
+
+
+_ENDS = torch.tensor([2, 3], dtype=torch.int32)
+# Of qmatmul's experts and adapters.
+BAD_ENDS: Final = (
+    ("ends", {"ends": _ENDS.long()}),
+    ("ends", {"ends": torch.tensor([1, 2, 3, 4, 5], dtype=torch.int32)}),
+    ("ends", {"ends": _ENDS[:0]}),
+    ("x", {"x": draw(N, 1, D), "ends": _ENDS}),
+    ("lora", {"lora": LoRA(draw(2, D), draw(V, 2)), "ends": _ENDS}),
+    ("lora", {"lora": _stacked(2)}),
+    ("lora_ends", {"lora_ends": _ENDS}),
+    ("lora_ends", {"lora": _stacked(2), "lora_ends": _ENDS, "ends": _ENDS}),
+    ("lora_ends", {"lora": _stacked(3), "lora_ends": _ENDS}),
+    ("lora_ends", {"lora": _stacked(2), "lora_ends": _ENDS.long()}),
+    ("lora_ends", {"lora": _stacked(0), "lora_ends": _ENDS[:0]}),
+    ("activation", {"activation": "swiglu", "ends": torch.arange(1, V + 1, dtype=torch.int32)}),
 )

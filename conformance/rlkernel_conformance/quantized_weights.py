@@ -68,6 +68,10 @@ FAMILIES: Final[Mapping[str, tuple[QuantSpec, ...]]] = {
         _named("fp8_tensor", act="token_fp8", element="e4m3fnuz"),
         _named("fp8_block128", act="block128_fp8"),
     ),
+    "small blocks of x": (
+        *(_named("mxfp8", act="mxfp8"), _named("mxfp8", act="mxfp8", scale_rule="rceil", element="e5m2")),
+        *(_named("mxfp4", act="mxfp8"), _named("nvfp4", act="nvfp4")),
+    ),
 }
 SPECS: Final[Mapping[str, QuantSpec]] = {s.kind: s for family in FAMILIES.values() for s in family}
 
@@ -87,7 +91,7 @@ def kinds(
 
 def claims(subject: Subject, spec: QuantSpec, options: tuple[str, ...]) -> bool:
     """Some implementation of the subject takes this format; how x is quantized matters where `options` say so."""
-    other = "act" not in options and spec.act.endswith("fp8")  # then it is the same as without
+    other = "act" not in options and "act" in spec.changed  # then it is the same as without
     return not other and any(spec.features(*options) <= i.supports for i in subject.impls)
 
 

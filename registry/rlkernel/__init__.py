@@ -88,6 +88,8 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for readers and type checkers; a 
     from rlkernel_core.errors import RLKernelWarning as RLKernelWarning
     from rlkernel_core.errors import StaleBatchError as StaleBatchError
     from rlkernel_core.errors import UnknownNameError as UnknownNameError
+    from rlkernel_core.quant.activations import QuantActivation as QuantActivation
+    from rlkernel_core.quant.activations import quantize_activation as quantize_activation
     from rlkernel_core.quant.spec import QuantSpec as QuantSpec
     from rlkernel_core.quant.tensor import QuantTensor as QuantTensor
     from rlkernel_core.spec.advantage import AdvantageResult as AdvantageResult
@@ -167,6 +169,7 @@ _HOMES: Final = {
         "StaleBatchError",
         "UnknownNameError",
     ),
+    "rlkernel_core.quant.activations": ("QuantActivation", "quantize_activation"),
     "rlkernel_core.quant.spec": ("QuantSpec",),
     "rlkernel_core.quant.tensor": ("QuantTensor",),
     "rlkernel_core.spec.advantage": ("AdvantageResult", "AdvantageStats"),

@@ -514,6 +514,7 @@ class _QmatmulFunction(Protocol[_R_co]):
         residual: Tensor | None = None,
         weight_rounding: str = "any",
         ends: Tensor | None = None,
+        lora_ends: Tensor | None = None,
     ) -> _R_co: ...
 
 class _Qmatmul(_QmatmulFunction[Tensor], Operator, Protocol):

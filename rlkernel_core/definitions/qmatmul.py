@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -124,6 +124,24 @@ def exact(x, w, *, rounding="any", bias=None, lora=None, activation=None, residu
         activation,
         spec.act == "token_int8",
     )
+
+
+def part(whole: Exact, rows, of_w=slice(None), *, activation=None, residual=None, lora=None):
+    """Rows of x that meet rows of w only, as those of one expert, and a low-rank addition that only they have.
+
+    `whole` is the call without an activation, a residual and such additions.
+    """
+    mine = {"x": whole.x[rows], "left": whole.left[rows], "slack": whole.slack[rows], "w": whole.w[of_w]}
+    h, matrices, after = whole.h[rows, of_w], whole.lora, 0.0
+    if lora is not None:
+        matrices = (lora[0].double(), lora[1].double(), lora[2])
+        h = h + lora[2] * (mine["x"] @ matrices[0].t()) @ matrices[1].t()
+    y = activated(h, activation)
+    if residual is not None:
+        after = residual[rows].detach().double().abs()
+        y = y + residual[rows].double()
+    added = whole.added[of_w] if isinstance(whole.added, Tensor) else 0.0
+    return replace(whole, **mine, h=h, y=y, lora=matrices, added=added, after=after, activation=activation)
 
 
 def bounds_of_gradients(e: Exact, dy):

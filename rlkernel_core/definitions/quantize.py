@@ -239,14 +239,18 @@ def tied(ratio, spec):
     return np.copysign(levels[found], ratio)
 
 
+@np.errstate(invalid="ignore")  # inf / inf
 def activation(x, spec):
     """The input [M, K] as the format quantizes it, how far another right choice may be, and the scales [M, groups].
 
     `x` is fp32 or float64, and its scales are computed in that.
     """
+    if spec.act in {"mxfp8", "nvfp4"}:
+        return small_blocks(x.astype(np.float32), spec)
     size = 128 if spec.act == "block128_fp8" else x.shape[1]
     top = 127.0 if spec.act == "token_int8" else TOP[spec.element]
     scale = grouped(np.abs(x), 1, size, np.max) / x.dtype.type(top)
+    scale = np.where(np.isfinite(scale), scale, x.dtype.type(np.nan))
     s = np.repeat(scale, size, axis=1)[:, : x.shape[1]].astype(np.float64)
     ratio = np.where(s > 0, x / np.where(s > 0, s, 1.0), 0.0)
     if spec.act == "token_int8":
@@ -257,6 +261,33 @@ def activation(x, spec):
         below, above = nearest(ratio, spec.element)
         low, high, code = levels[below], levels[above], levels[below]
     return code * s, (high - low) * s, scale
+
+
+def small_blocks(x, spec):
+    """The same for mxfp8 and nvfp4, row by row: a block with an inf or NaN is NaN, and has no part in other scales."""
+    size, rule = spec.group, spec
+    if spec.act == "mxfp8" and spec.element == "e2m1":  # of the weight alone
+        rule = replace(spec, element="e4m3fn", rounding="even")
+    element = rule.element
+    lost = grouped(~np.isfinite(x), 1, size, np.any)
+    kept = np.where(np.repeat(lost, size, 1)[:, : x.shape[1]], np.float32(0), x)
+    scale = np.zeros(lost.shape, np.float32)
+    for m, row in enumerate(kept):
+        if spec.act == "mxfp8":
+            power = quant_scales.powers_of_two(row[None], rule)["scale"].numpy().astype(np.float64)
+            scale[m] = np.exp2(power[0] - 127)
+        else:
+            found = quant_scales.nvfp4(row[None], rule)
+            scale[m] = (found["scale"].float() * found["global_scale"]).numpy()[0]
+    s = np.repeat(scale, size, 1)[:, : x.shape[1]].astype(np.float64)
+    ratio = np.where(s > 0, kept / np.where(s > 0, s, 1.0), 0.0)
+    code, levels = tied(ratio, rule), levels_of(element)
+    low, high = nearest(ratio, element)
+    slack = np.zeros_like(s) if spec.act == "mxfp8" else (levels[high] - levels[low]) * s * (1 + 2.0**-20)
+    with np.errstate(over="ignore"):
+        value = (code.astype(np.float32) * s.astype(np.float32)).astype(np.float64)
+    scale = np.where(lost, np.float32(np.nan), scale)
+    return np.where(np.repeat(lost, size, 1)[:, : x.shape[1]], np.nan, value), slack, scale
 
 
 def integer_product(x, w):

@@ -51,7 +51,7 @@ class Microscaled:
     def encode_(self, parts: dict[str, Tensor], weight: Tensor, spec: QuantSpec) -> None:
         """Scales first, then codes in blocks of rows."""
         low, high = extremes(weight, 1, spec.group)
-        parts["scale"].copy_(_scale(torch.maximum(high, -low).abs(), spec))
+        parts["scale"].copy_(scale_of(torch.maximum(high, -low).abs(), spec))
         for start, stop in codec.row_blocks((weight.shape[0], weight.shape[1])):
             block = weight[start:stop].float()
             ratio = (block / spread(power(parts["scale"][start:stop]), spec.group, block.shape[1])).nan_to_num_(nan=0.0)
@@ -102,7 +102,7 @@ def valued(codes: Tensor, spec: QuantSpec, columns: int) -> Tensor:
     return e2m1.decode(nibbles.unpack_low_first(codes, columns)) if spec.element == "e2m1" else codes.float()
 
 
-def _scale(most: Tensor, spec: QuantSpec) -> Tensor:
+def scale_of(most: Tensor, spec: QuantSpec) -> Tensor:
     """Scale bytes of the groups' largest magnitudes, by the bits of fp32."""
     form = form_of(spec.element)
     bits = most.view(torch.int32)

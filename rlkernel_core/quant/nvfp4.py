@@ -51,12 +51,9 @@ class NVFP4:
         """The scale of all, then those of blocks, then codes in blocks of rows."""
         low, high = extremes(weight, 1, spec.group)
         most = torch.maximum(high, -low).abs()
-        finite = most.isfinite()
-        top = torch.where(finite, most, 0).amax().view(1)
-        parts["global_scale"].copy_(top / torch.full_like(top, E2M1.max * _SCALES.max))
-        whole = parts["global_scale"] * E2M1.max
-        ratio = most / torch.where(whole > 0, whole, torch.inf)
-        parts["scale"].copy_(saturating_cast(torch.where(finite, ratio, torch.nan), "e4m3fn"))
+        whole, scale = scales_of(most, torch.where(most.isfinite(), most, 0).amax().view(1))
+        parts["global_scale"].copy_(whole)
+        parts["scale"].copy_(scale)
         scale = _scales(parts, 0, weight.shape[0])
         divisor = torch.where(scale > 0, scale, torch.inf)
         for start, stop in codec.row_blocks((weight.shape[0], weight.shape[1])):
@@ -78,6 +75,14 @@ class NVFP4:
 
 
 CODEC: Final = NVFP4()
+
+
+def scales_of(most: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:  # most [M, G], top [1] or [M, 1]
+    """The scale g of all blocks (of each row), and those of blocks in e4m3, from largest magnitudes."""
+    whole = top / torch.full_like(top, E2M1.max * _SCALES.max)
+    wide = whole * E2M1.max
+    ratio = most / torch.where(wide > 0, wide, torch.inf)
+    return whole, saturating_cast(torch.where(most.isfinite(), ratio, torch.nan), "e4m3fn")
 
 
 def _scales(parts: dict[str, Tensor], start: int, stop: int) -> Tensor:  # -> [stop - start, G] fp32

@@ -32,7 +32,7 @@ class QuantSpec:
     scale_dtype: str = "float32"  # of the scales; "e8m0": powers of two; "int6", "int8": multiples of another scale
     scale_rule: str = "absmax"  # how the quantizer finds a scale; dequantizing does not depend on it
     double_quant: bool = False  # scales are quantized themselves (nf4, fp4)
-    act: str = "none"  # how qmatmul quantizes x: "none", "token_int8", "token_fp8", "block128_fp8"
+    act: str = "none"  # how qmatmul quantizes x: "none", or a kind of rlkernel_core.quant.activations
     rounding: str = "even"  # which code a tie takes; dequantizing does not depend on it
     float_zero: bool = False  # zero-points are floats of scale_dtype
     act_order: bool = False  # columns are put into groups in an order of their own, the part g_idx
@@ -131,7 +131,8 @@ def _float_zero(name: str, group: int) -> Format:
 
 def _mx(name: str, default: str, text: str, **options: tuple[Any, ...]) -> Format:
     spec = QuantSpec(name, default, group=32, scale_dtype="e8m0", scale_rule=_POWERS[0])
-    return Format(spec, "rlkernel_core.quant.mx:CODEC", text, {"scale_rule": _POWERS, **options})
+    offered = {"scale_rule": _POWERS, **options, "act": ("none", "mxfp8")}
+    return Format(spec, "rlkernel_core.quant.mx:CODEC", text, offered)
 
 
 def _kquant(name: str, element: str, text: str) -> Format:
@@ -159,7 +160,7 @@ def _rows() -> tuple[Format, ...]:
             QuantSpec("nvfp4", "e2m1", group=16, scale_dtype="float8_e4m3fn", scale_rule="absmax/6"),
             "rlkernel_core.quant.nvfp4:CODEC",
             "4-bit floats, an e4m3 scale per 16 columns and an fp32 one for all",
-            {"rounding": _ROUNDINGS},
+            {"rounding": _ROUNDINGS, "act": ("none", "nvfp4")},
         ),
         Format(
             QuantSpec(

@@ -12,16 +12,21 @@ implementation: tensor cores want a rounded weight where M is large, and a scale
 small. "none" and "dtype" pin it, for a trainer and a rollout engine that have to agree: "dtype" is the product with
 `dequantize(w, dtype=x.dtype)`.
 
-A format with `act` quantizes x as well (`rlkernel_core.quant.activations`): int8_w8a8 always, fp8 where its spec says
-so. LoRA sees x as it came. The integer product is exact and has no w' to round: h = fl32(fl32(acc * s_x) * s_w) + ...
+A format with `act` quantizes x as well (`rlkernel_core.quant.activations`): int8_w8a8 always, fp8, mx and nvfp4 where
+the spec says so. LoRA sees x as it came. The integer product is exact and has no w' to round:
+h = fl32(fl32(acc * s_x) * s_w) + ...
 
 Grouped (mixture of experts): with `ends` [E] the rows of w are those of E experts, one after the other, and the rows
 of x are sorted by expert. Rows ends[e - 1] .. ends[e] - 1 of x (from 0 for the first) are multiplied with the rows
 e Nout / E .. (e + 1) Nout / E - 1 of w, as torch's grouped_mm counts them. An expert may be empty; rows from the last
 end on belong to none and give 0, whatever they hold. `ends` is read on the device, so it may change between replays.
 
+Several low-rank additions in one call: A [G, r, K] and B [G, Nout / E, r]; a row has s (x A_g^T) B_g^T of the g that it
+belongs to. With `ends` every expert has its own, G = E. Without, `lora_ends` [G] cuts the rows of x, sorted by adapter,
+as `ends` does; rows from its last end on have none and give the plain product.
+
 Legend: M tokens (any leading shape) · K inputs · Nout rows of w · E experts, 1 where there is no `ends` · r LoRA rank ·
-R = Nout / E, or half of it for a pair.
+G low-rank additions · R = Nout / E, or half of it for a pair.
 Imports no torch.
 """
 
@@ -69,11 +74,13 @@ _MATMUL: Final = (*STORED, "act")
 class LoRA:
     """A low-rank addition s (x A^T) B^T, in the shapes that torch.nn.Linear and PEFT keep.
 
-    A and B may be written to between calls, inside a captured graph included: they are read at every call.
+    A and B may be written to between calls, inside a captured graph included: they are read at every call. qmatmul
+    takes a stack of several, where `ends` or `lora_ends` says which rows of x each is for. They share one rank and one
+    scale: pad a smaller rank with zeros, and multiply another scale into its B.
     """
 
-    A: Tensor  # [r, K]
-    B: Tensor  # [Nout, r]
+    A: Tensor  # [r, K], or [G, r, K]
+    B: Tensor  # [Nout, r], or [G, Nout / E, r]
     scale: float = 1.0  # alpha / r, or alpha / sqrt(r)
 
     @property
@@ -90,12 +97,14 @@ class QmatmulCall(OpCall["Tensor"]):
         x: [..., K] bf16, fp16, fp32 (float64 on backends that claim it); any strides; never written to.
         w: quantized weight [Nout, K], canonical or in a layout of the implementation that runs.
         bias: [Nout] floating.
-        lora: low-rank addition; its A, B and scale.
+        lora: low-rank addition; its A, B and scale. With `ends` one for each expert: A [E, r, K], B [E, Nout / E, r].
         activation: a name of `ACTIVATIONS`; pairs halve the width, gate rows (of each expert) first.
         residual: [..., R] floating, added after the activation.
         weight_rounding: "any", "none" (fp32 w'), "dtype" (w' rounded to the dtype of x).
         ends: [E] int32, ascending, at most M: where the rows of x of each of E experts end; x is [M, K] then. An end
-            below the one before it counts as that one, one beyond M as M. Not together with `lora`.
+            below the one before it counts as that one, one beyond M as M.
+        lora_ends: [G] int32, counted as `ends`: where the rows of x of each of G adapters end, with A [G, r, K] and
+            B [G, Nout, r]; x is [M, K] then. Rows from the last end on have no adapter. Not together with `ends`.
 
     Returns:
         [..., R] of the dtype of x. Values beyond fp16's range are inf. A NaN or inf in a row of x, a group of w or a
@@ -106,7 +115,7 @@ class QmatmulCall(OpCall["Tensor"]):
 
     Raises:
         ArgumentError: sizes, ranks, dtypes or devices that do not match; an odd Nout / E with a pair activation; an E
-            that does not divide Nout; `ends` with `lora`.
+            that does not divide Nout; `lora_ends` with `ends`, or without `lora`.
         LayoutError: `w` is packed for another implementation.
     """
 
@@ -119,6 +128,7 @@ class QmatmulCall(OpCall["Tensor"]):
     residual: Tensor | None = None
     weight_rounding: str = "any"
     ends: Tensor | None = None
+    lora_ends: Tensor | None = None
 
 
 def check(call: QmatmulCall) -> None:
@@ -147,37 +157,65 @@ def check(call: QmatmulCall) -> None:
         width = width // 2 if activation in PAIRS else width
         checks.shape("residual", residual, (*x.shape[:-1], width), "the result")
         _on_device("residual", residual.device, x)
-    if lora is not None and ends is not None:
-        raise ArgumentError("lora", "a LoRA", "has no experts to go with ends", "Add it in a call of its own.")
+    groups = _check_groups(call)
     if lora is not None:
-        check_lora(lora, (outputs, inputs), x, "x")
+        rows = outputs if ends is None else outputs // ends.shape[0]
+        check_lora(lora, (rows, inputs), x, "x", groups)
 
 
 def _check_ends(ends: Any, x: Tensor, outputs: int) -> int:
     """Rows of w that an expert has."""
-    checks.tensor("ends", ends, ndim=1)
-    if str(ends.dtype) != "torch.int32":
-        raise ArgumentTypeError("ends", checks.describe(ends), "must be int32", "Pass counts.cumsum(0).int().")
-    if x.dim() != 2:
-        raise ArgumentError("x", checks.describe(x), "must be [M, K] with ends", "Pass x.flatten(0, -2).")
+    _check_rows("ends", ends, x)
     experts = int(ends.shape[0])
     if experts < 1 or outputs % experts:
         text = f"needs as many experts as the {outputs} rows of w can be cut into"
         raise ArgumentError("ends", checks.describe(ends), text, "Pass one end an expert.")
-    _on_device("ends", ends.device, x)
     return outputs // experts
 
 
-def check_lora(lora: object, shape: Sequence[int], x: Tensor, name: str) -> None:
-    """Checks of a low-rank addition to a weight [outputs, inputs] of `shape`, beside the input x, which has a name."""
+def _check_groups(call: QmatmulCall) -> int | None:
+    """How many low-rank additions there have to be; G, and None for one that all rows share."""
+    ends, apart = call.ends, call.lora_ends
+    if apart is None:
+        return None if ends is None else int(ends.shape[0])
+    _check_rows("lora_ends", apart, call.x)
+    if call.lora is None:
+        raise ArgumentError("lora_ends", checks.describe(apart), "needs a lora", "Pass LoRA(A [G, r, K], B, scale).")
+    if ends is not None:
+        text = "cannot go with ends, by which every expert has an adapter of its own"
+        raise ArgumentError("lora_ends", checks.describe(apart), text, "Leave it out.")
+    groups = int(apart.shape[0])
+    stacked = call.lora.A if isinstance(call.lora, LoRA) else None
+    if groups < 1 or (getattr(stacked, "ndim", 0) == 3 and stacked.shape[0] != groups):
+        text = "needs an end for each of at least one adapter, which lora.A [G, r, K] stacks"
+        raise ArgumentError("lora_ends", checks.describe(apart), text, "Pass one end an adapter.")
+    return groups
+
+
+def _check_rows(name: str, ends: Any, x: Tensor) -> None:
+    """Checks of where groups of rows of x end."""
+    checks.tensor(name, ends, ndim=1)
+    if str(ends.dtype) != "torch.int32":
+        raise ArgumentTypeError(name, checks.describe(ends), "must be int32", "Pass counts.cumsum(0).int().")
+    if x.dim() != 2:
+        raise ArgumentError("x", checks.describe(x), f"must be [M, K] with {name}", "Pass x.flatten(0, -2).")
+    _on_device(name, ends.device, x)
+
+
+def check_lora(lora: object, shape: Sequence[int], x: Tensor, name: str, groups: int | None = None) -> None:
+    """Checks of a low-rank addition to a weight [outputs, inputs] of `shape`, beside the input x, which has a name.
+
+    Where there are groups of rows of x, it is a stack: A [groups, r, inputs] and B [groups, outputs, r].
+    """
     if not isinstance(lora, LoRA):
         raise ArgumentTypeError("lora", checks.describe(lora), "must be a LoRA", "Pass LoRA(A, B, scale).")
-    checks.tensor("lora.A", lora.A, ndim=2, kind="floating")
-    checks.tensor("lora.B", lora.B, ndim=2, kind="floating")
+    many, text = ((), "") if groups is None else ((groups,), "groups, ")
+    checks.tensor("lora.A", lora.A, ndim=2 + len(many), kind="floating")
+    checks.tensor("lora.B", lora.B, ndim=2 + len(many), kind="floating")
     checks.number("lora.scale", lora.scale)
-    (outputs, inputs), rank = shape, lora.A.shape[0]
-    checks.shape("lora.A", lora.A, (rank, inputs), "[r, inputs] of the weight")
-    checks.shape("lora.B", lora.B, (outputs, rank), "[outputs, r] of the weight and lora.A")
+    (outputs, inputs), rank = shape, lora.A.shape[-2]
+    checks.shape("lora.A", lora.A, (*many, rank, inputs), f"[{text}r, inputs] of the weight")
+    checks.shape("lora.B", lora.B, (*many, outputs, rank), f"[{text}outputs, r] of the weight and lora.A")
     checks.same_device("lora.A", lora.A, x, name)
     checks.same_device("lora.B", lora.B, x, name)
 
@@ -225,7 +263,12 @@ UNITS: Final[Mapping[str, float]] = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "
 
 
 def _needed(call: Any) -> dict[str, object]:
-    return {"grouped": call.ends is not None, **dict.fromkeys(quant_tensor("w", call.w).spec.features(*_MATMUL), True)}
+    many = call.lora is not None and (call.ends is not None or call.lora_ends is not None)
+    return {
+        "grouped": call.ends is not None,
+        "grouped_lora": many,
+        **dict.fromkeys(quant_tensor("w", call.w).spec.features(*_MATMUL), True),
+    }
 
 
 _TWO_LEVELS: Final = (
@@ -259,6 +302,9 @@ SPEC = OpSpec(
         Feature("bias", "a bias per output"),
         Feature("residual", "a residual added after the activation, before the rounding"),
         Feature("grouped", "rows of x in groups, each multiplied with the rows of one expert of w"),
+        Feature(
+            "grouped_lora", "a low-rank addition of its own for each expert, or for each of several groups of rows"
+        ),
         *(Feature(f"activation:{name}", text) for name, text in ACTIVATIONS.items()),
         Feature("weight_rounding:none", "w' is not rounded to the dtype of x"),
         Feature("weight_rounding:dtype", "w' is rounded to the dtype of x, as dequantize does"),
@@ -325,6 +371,24 @@ SPEC = OpSpec(
         ),
         Clause("QM-30", "wild ends", "ends that fall or exceed M count as the one before, and as M", "law", "grouped"),
         Clause("QM-31", "experts' gradients", "of x, bias and residual match float64", "gradient", "grouped"),
+        Clause(
+            "QM-32",
+            "several LoRAs",
+            "each row gets s (x A^T) B^T of its own expert or adapter; ragged and empty ones included",
+            "accuracy",
+            "grouped_lora",
+        ),
+        Clause(
+            "QM-33",
+            "rows of other adapters",
+            "keep every bit whatever an adapter holds, NaN included; rows of none have those of the plain product",
+            "law",
+            "grouped_lora",
+        ),
+        Clause(
+            "QM-34", "wild lora_ends", "that fall or exceed M count as the one before, and as M", "law", "grouped_lora"
+        ),
+        Clause("QM-35", "several LoRAs' gradients", "of x, A and B match float64", "gradient", "grouped_lora"),
     ),
     tolerances=tuple(
         Tolerance(output, dtype, SUMMATION["float64" if dtype == "float64" else "float32"], unit, _TWO_LEVELS)

@@ -5,11 +5,11 @@ weight; a tiled weight is unpacked first, which costs its packed size. The backw
 dequantizes it again, and computes h again where an activation needs it.
 
 With experts every row is multiplied with every expert's rows and its own result is taken, which is E times the work: no
-shape may depend on data.
+shape may depend on data. So do G low-rank additions: every row meets all of A and, without experts, all of B.
 
 float64 x is multiplied in float64. Where torch is told to use TF32 for fp32 products, this reference does as well.
 Legend: M tokens · K inputs · Nout rows of w · E experts, or 1 · R = Nout / E, or half of it for a pair · r LoRA rank ·
-n rows of a block.
+G low-rank additions · n rows of a block.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ class _Product:
     how: _How
     x: Tensor  # [M, K]
     bias: Tensor | None  # [Nout]
-    A: Tensor | None  # [r, K]
-    B: Tensor | None  # [Nout, r]
+    A: Tensor | None  # [r, K], or [G, r, K]
+    B: Tensor | None  # [Nout, r], or [G, Nout / E, r]
     ends: Tensor | None  # [E]
+    lora_ends: Tensor | None  # [G]
     parts: list[Tensor]
 
     @cached_property
@@ -87,12 +88,20 @@ class _Product:
     @cached_property
     def left(self) -> Tensor:  # [M, K]
         """What the dequantized weight is multiplied with."""
-        return self.wide if self.quantized is None else self.quantized.value()
+        return self.wide if self.quantized is None else self.quantized.value().to(self.wide.dtype)
 
     @cached_property
     def xa(self) -> Tensor | None:  # [M, r]
-        """The inner product of LoRA."""
-        return None if self.A is None else self.wide @ _fresh(self.A, self.wide.dtype).t()
+        """The inner product of LoRA; 0 in rows that have none."""
+        if self.A is None:
+            return None
+        A = _fresh(self.A, self.wide.dtype)
+        if self.adapted is None:
+            return self.wide @ A.t()
+        found = self.wide.new_zeros(self.x.shape[0], A.shape[1])
+        for mine, of_group in zip(self.adapted, A, strict=True):
+            found = torch.where(mine, self.wide @ of_group.t(), found)
+        return found
 
     @property
     def experts(self) -> int:
@@ -107,13 +116,20 @@ class _Product:
     @cached_property
     def members(self) -> Tensor | None:  # [E, M, 1]
         """Which rows of x an expert has."""
-        if self.ends is None:
-            return None
-        M = self.x.shape[0]
-        last = self.ends.clamp(0, M).cummax(0).values.unsqueeze(1)
-        first = torch.nn.functional.pad(last[:-1], (0, 0, 1, 0))
-        row = torch.arange(M, device=last.device)
-        return ((row >= first) & (row < last)).unsqueeze(2)
+        return None if self.ends is None else _members(self.ends, self.x.shape[0])
+
+    @cached_property
+    def adapted(self) -> Tensor | None:  # [G, M, 1]
+        """Which rows of x a low-rank addition is for; None: there is one, for all."""
+        return self.members if self.lora_ends is None else _members(self.lora_ends, self.x.shape[0])
+
+    def low_rank(self, rows: Range) -> list[tuple[Tensor | None, Tensor]]:
+        """For rows of w: the rows of x that meet these rows [n, r] of B, or None for all that they are asked for."""
+        if self.B is None:
+            return []
+        if self.lora_ends is None or self.adapted is None:  # rows of w belong to one expert, as do those of B
+            return [(None, self.B.flatten(0, -2)[slice(*rows)])]
+        return list(zip(self.adapted, self.B[:, slice(*rows)], strict=True))
 
     def blocks(self) -> Iterator[tuple[Range, Tensor | None, list[Range]]]:
         """Ranges of results, the rows of x they are for, and the weight rows needed: one range, or gate and value."""
@@ -134,8 +150,10 @@ class _Product:
     def hidden(self, rows: Range) -> Tensor:  # [M, n]
         """What goes into the activation: product, LoRA, bias."""
         h = self._exact(rows) if self.w.spec.act == "token_int8" else self.left @ self.weight(rows).t()
-        if self.xa is not None and self.B is not None:
-            h = h + self.how.lora_scale * (self.xa @ _fresh(self.B[slice(*rows)], h.dtype).t())
+        xa = self.xa
+        for mine, B in self.low_rank(rows) if xa is not None else ():
+            more = h + self.how.lora_scale * (xa @ _fresh(B, h.dtype).t())  # type: ignore[operator]  # not None
+            h = more if mine is None else torch.where(mine, more, h)
         return h if self.bias is None else h + self.bias[slice(*rows)].to(h.dtype)
 
     def _exact(self, rows: Range) -> Tensor:  # [M, n]
@@ -171,6 +189,14 @@ class _Product:
             return list(torch.autograd.grad(self.activated(hidden), hidden, dy))
 
 
+def _members(ends: Tensor, M: int) -> Tensor:  # ends [G] -> [G, M, 1]
+    """Which of M rows each group has."""
+    last = ends.clamp(0, M).cummax(0).values.unsqueeze(1)
+    first = torch.nn.functional.pad(last[:-1], (0, 0, 1, 0))
+    row = torch.arange(M, device=last.device)
+    return ((row >= first) & (row < last)).unsqueeze(2)
+
+
 def _fresh(x: Tensor, dtype: torch.dtype) -> Tensor:
     """A copy: BLAS may sum in another order where strides or alignment are others."""
     return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
@@ -184,7 +210,8 @@ def _forward(call: QmatmulCall) -> Tensor:  # -> [..., R]
     added = None if residual is None else residual.reshape(rows.shape[0], residual.shape[-1])
     a, b = (None, None) if lora is None else (lora.A, lora.B)
     with full_precision(x):
-        result = _Product(_How.of(call), rows, call.bias, a, b, call.ends, call.w.flatten()[0]).result(added)
+        parts = call.w.flatten()[0]
+        result = _Product(_How.of(call), rows, call.bias, a, b, call.ends, call.lora_ends, parts).result(added)
     return shaped(result, torch.Size((*x.shape[:-1], result.shape[-1])))
 
 
@@ -213,14 +240,14 @@ class QmatmulPair(Pair[QmatmulCall, Tensor]):
     def backward(self, saved: Saved, grads: Saved) -> Saved:
         """Blocks of the weight are dequantized again, and multiplied with the gradient."""
         (dy,) = grads
-        x, bias, a, b, ends, *parts = saved
+        x, bias, a, b, ends, lora_ends, *parts = saved
         if dy is None:
             return (None,) * len(self._kinds)
         dy = dy.reshape(-1, dy.shape[-1])
         if x is None:  # only its sizes matter
             x = dy.new_zeros(1, 1).expand(dy.shape[0], self._how.meta.shape[1])
         rows = x.reshape(-1, x.shape[-1])
-        product = _Product(self._how, rows, bias, a, b, ends, parts)  # type: ignore[arg-type]  # all parts are there
+        product = _Product(self._how, rows, bias, a, b, ends, lora_ends, parts)  # type: ignore[arg-type]  # all there
         found = _Gradients(product, self.wanted)
         with full_precision(dy):
             for (start, stop), mine, needed in product.blocks():
@@ -240,7 +267,7 @@ class QmatmulPair(Pair[QmatmulCall, Tensor]):
         del result, wanted
         x, bias, a, b, _ = cls.inputs(call)
         needs_x = call.activation is not None or a is not None
-        return x if needs_x else None, bias, a, b, call.ends, *call.w.flatten()[0]
+        return x if needs_x else None, bias, a, b, call.ends, call.lora_ends, *call.w.flatten()[0]
 
 
 class _Gradients:
@@ -254,8 +281,8 @@ class _Gradients:
         self.want_a = want_a
         self.x = torch.zeros_like(wide) if want_x else None  # [M, K]
         self.bias = wide.new_zeros(outputs) if want_bias else None  # [Nout]
-        self.xa = wide.new_zeros(wide.shape[0], product.A.shape[0]) if product.A is not None else None  # [M, r]
-        self.b = wide.new_zeros(product.B.shape) if lora and want_b and product.B is not None else None  # [Nout, r]
+        self.xa = wide.new_zeros(wide.shape[0], product.A.shape[-2]) if product.A is not None else None  # [M, r]
+        self.b = wide.new_zeros(product.B.shape) if lora and want_b and product.B is not None else None  # as B
 
     def add(self, rows: Range, dh: Tensor, mine: Tensor | None) -> None:  # dh [M, n], mine [M, 1]
         """Take in the gradient of the h of some weight rows, for these rows of x."""
@@ -268,16 +295,34 @@ class _Gradients:
             self.x.addmm_(dh, product.weight(rows))
         if self.bias is not None:
             self.bias[block] = dh.sum(0)
-        if self.xa is not None and product.B is not None:
-            # Not `addmm_` with alpha, which skips the product where the scale is 0, and a NaN in it.
-            self.xa.add_(dh @ product.B[block].to(dh.dtype), alpha=product.how.lora_scale)
-        if self.b is not None and product.xa is not None:
-            self.b[block] = product.how.lora_scale * (dh.t() @ product.xa)
+        scale = product.how.lora_scale
+        for g, (own, B) in enumerate(product.low_rank(rows)):
+            whose = mine if own is None else own
+            if self.xa is not None:
+                # Not `addmm_` with alpha, which skips the product where the scale is 0, and a NaN in it.
+                more = torch.add(self.xa, dh @ B.to(dh.dtype), alpha=scale)
+                self.xa = more if whose is None else torch.where(whose, more, self.xa)
+            if self.b is not None and product.xa is not None:
+                of_b = self.b.flatten(0, -2) if own is None else self.b[g]
+                of_b[block] = scale * (_only(whose, dh).t() @ _only(whose, product.xa))
 
     def finished(self) -> tuple[Tensor | None, ...]:
         """Gradients of x, bias, A and B."""
         a, wide = self.product.A, self.product.wide
-        if self.x is not None and self.xa is not None and a is not None:
-            self.x.addmm_(self.xa, a.to(wide.dtype))
-        da = self.xa.t() @ wide if self.want_a and self.xa is not None else None  # [r, K]
-        return self.x, self.bias, da, self.b
+        if self.xa is None or a is None:
+            return self.x, self.bias, None, self.b
+        groups = (None,) if self.product.adapted is None else self.product.adapted
+        found = []
+        for mine, A in zip(groups, a.unsqueeze(0) if a.dim() == 2 else a, strict=True):
+            if self.x is not None and mine is not None:
+                self.x = torch.where(mine, torch.addmm(self.x, self.xa, A.to(wide.dtype)), self.x)
+            elif self.x is not None:
+                self.x.addmm_(self.xa, A.to(wide.dtype))
+            if self.want_a:
+                found.append(_only(mine, self.xa).t() @ _only(mine, wide))
+        return self.x, self.bias, torch.stack(found).view(a.shape) if found else None, self.b
+
+
+def _only(mine: Tensor | None, x: Tensor) -> Tensor:  # mine [M, 1], x [M, C]
+    """Rows of x, and 0 in those of others."""
+    return x if mine is None else torch.where(mine, x, 0)

@@ -1,4 +1,4 @@
-"""Attacks on qmatmul@1: accuracy here, laws and side effects in qmatmul_laws, gradients and experts apart."""
+"""Attacks on qmatmul@1: accuracy here, laws and side effects in qmatmul_laws, the rest apart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.clauses import qmatmul_experts, qmatmul_gradients, qmatmul_laws
+from rlkernel_conformance.clauses import qmatmul_adapters, qmatmul_experts, qmatmul_gradients, qmatmul_laws
 from rlkernel_conformance.compare import require, within
 from rlkernel_conformance.qmatmul_calls import (
     EVERY,
@@ -25,12 +25,18 @@ from rlkernel_conformance.qmatmul_calls import (
     small,
     tried,
 )
+from rlkernel_conformance.quantized_weights import MULTIPLIED, SPECS, claims
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import quantize
 from rlkernel_core.quant import error_bound
 from rlkernel_core.spec.qmatmul import UNITS, LoRA, smallest_error
 
-ELSEWHERE: Final = (qmatmul_experts, qmatmul_gradients, qmatmul_laws)  # modules that hold the other attacks
+ELSEWHERE: Final = (
+    qmatmul_adapters,
+    qmatmul_experts,
+    qmatmul_gradients,
+    qmatmul_laws,
+)  # modules that hold the other attacks
 
 
 @attack("QM-01", cases, examples=EVERY)
@@ -136,13 +142,25 @@ def integer_sums_are_exact(subject: Subject, case: Product) -> None:
     integer_rows(subject, case, case.input(subject), case.w(subject), slice(None))
 
 
-@attack("QM-08", integer_cases)
+def quantized_inputs(subject: Subject) -> st.SearchStrategy[Product]:
+    """Every claimed way to quantize x."""
+    of_act = [kind for kind, spec in SPECS.items() if spec.act != "none" and claims(subject, spec, MULTIPLIED)]
+    return st.builds(lambda case, kind: replace(case, kind=kind), integer_cases(subject), st.sampled_from(of_act)).map(
+        lambda case: fitted(subject, case)
+    )
+
+
+@attack("QM-08", quantized_inputs)
 def a_token_is_quantized_on_its_own(subject: Subject, case: Product) -> None:
     """The first token beside tokens that are huge, zero or NaN."""
     x, w = case.input(subject), case.w(subject)
     for neighbor in (1e4, 0.0, torch.nan):
         x[1:] = neighbor
-        integer_rows(subject, case, x, w, slice(0, 1))
+        if case.spec.act == "token_int8":
+            integer_rows(subject, case, x, w, slice(0, 1))
+        else:
+            want = expected(case, x[:1], w)
+            within(subject, "y", subject(x, w)[:1], want.y.numpy(), want.bound().numpy())
     if case.seed % 2:
         x[1:] = 0
         require(bool((subject(x, w)[1:] == 0).all()), "a token of zeros does not give zeros")

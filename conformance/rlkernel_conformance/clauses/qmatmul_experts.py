@@ -69,13 +69,7 @@ def each(case: Experts, x: Tensor, w: QuantTensor, **given: Any) -> Iterator[tup
     activation, residual, bias = (cpu.pop(n, None) for n in ("activation", "residual", "bias"))
     of_all = oracle.exact(x.detach().cpu(), w, rounding=cpu.pop("weight_rounding", "any"), bias=bias)
     for rows, of_w in case.spans():
-        h = of_all.h[rows, of_w]
-        y, after = oracle.activated(h, activation), 0.0
-        if residual is not None:
-            y, after = y + residual[rows].double(), residual[rows].double().abs()
-        added = 0.0 if bias is None else of_all.added[of_w]  # type: ignore[index]
-        mine = {"x": of_all.x[rows], "left": of_all.left[rows], "slack": of_all.slack[rows], "w": of_all.w[of_w]}
-        yield rows, replace(of_all, **mine, h=h, y=y, added=added, after=after, activation=activation)
+        yield rows, oracle.part(of_all, rows, of_w, activation=activation, residual=residual)
 
 
 def judged(subject: Subject, case: Experts, x: Tensor, w: QuantTensor, **given: Any) -> Tensor:

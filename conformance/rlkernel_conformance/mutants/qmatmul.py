@@ -72,6 +72,16 @@ def one_scale_for_all_tokens(call: QmatmulCall) -> Tensor:
     return (x / step).round() * step
 
 
+def one_second_scale_for_all_tokens(call: QmatmulCall) -> Tensor:
+    """As if the largest token were in every token: blocks are scaled by it."""
+    x = call.x
+    if call.w.spec.act != "nvfp4" or x.dim() != 2 or x.shape[0] < 2 or x.requires_grad:
+        return x
+    top = x.float().abs().amax()
+    s = (x.float() * 448 / top).to(torch.float8_e4m3fn).float() * top / 448
+    return torch.where(top.isfinite() & (x.abs().amax(1, keepdim=True) < top / 8), s, x).to(x.dtype)
+
+
 def merged_once(right: Run, call: QmatmulCall) -> Tensor:
     lora = call.lora
     if not isinstance(lora, LoRA) or lora.requires_grad:
@@ -211,6 +221,35 @@ def gradient_by_the_first_expert(right: Run, call: QmatmulCall) -> Tensor:
     return first + (y - first).detach()
 
 
+def adapters_of_one(lora: LoRA) -> LoRA:
+    """Every group takes the first one's."""
+    if lora.A.dim() != 3:
+        return lora
+    return LoRA(lora.A[:1].expand_as(lora.A), lora.B[:1].expand_as(lora.B), lora.scale)
+
+
+def adapters_summed_under_masks(right: Run, call: QmatmulCall) -> Tensor:
+    y: Tensor = right(call)
+    if not isinstance(call.lora, LoRA) or call.lora.A.dim() != 3:
+        return y
+    return y + 0 * call.lora.B.detach().sum().to(y.dtype)
+
+
+def trusts_lora_ends(right: Run, call: QmatmulCall) -> Tensor:
+    ends = call.lora_ends
+    if ends is None or ends.dtype != torch.int32 or not ends.numel():
+        return right(call)
+    return right(replace(call, lora_ends=ends.clamp(0, call.x.shape[0]).sort().values))
+
+
+def first_adapter_without_a_gradient(right: Run, call: QmatmulCall) -> Tensor:
+    lora = call.lora
+    if not isinstance(lora, LoRA) or lora.A.dim() != 3 or not lora.A.requires_grad:
+        return right(call)
+    A = torch.cat((lora.A[:1].detach(), lora.A[1:]))
+    return right(replace(call, lora=replace(lora, A=A)))
+
+
 BUGS: Final = {
     "swapped_nibbles": Bug("QM-01", "the other nibble first", reads("codes", swap_nibbles, stored("nf4"))),
     "scales_of_the_wrong_group": Bug(
@@ -243,6 +282,16 @@ BUGS: Final = {
         ),
     ),
     "one_scale_for_all_tokens": Bug("QM-08", "one scale for all tokens", plant.given(x=one_scale_for_all_tokens)),
+    "one_second_scale_for_all_tokens": Bug(
+        "QM-08", "NVFP4's second scale is one for all tokens", plant.given(x=one_second_scale_for_all_tokens)
+    ),
+    "input_in_small_blocks_is_not_quantized": Bug(
+        "QM-01",
+        "x left as it is beside an MX or NVFP4 weight that quantizes it",
+        read_as_other(
+            lambda w: replace(w, spec=replace(w.spec, act="none")), lambda w: w.spec.act in {"mxfp8", "nvfp4"}
+        ),
+    ),
     "lora_scale_lost": Bug("QM-09", "the scale of LoRA lost", plant.maps(lora=lambda x: replace(x, scale=1.0))),
     "merged_once": Bug("QM-10", "LoRA merged once and remembered by address", merged_once),
     "bias_comes_last": Bug("QM-11", "the bias after the activation", bias_comes_last),
@@ -308,6 +357,25 @@ BUGS: Final = {
     ),
     "gradient_by_the_first_expert": Bug(
         "QM-31", "the gradient of x by the weight of the first expert", gradient_by_the_first_expert
+    ),
+    "one_adapter_for_all": Bug("QM-32", "every group takes the first adapter", plant.maps(lora=adapters_of_one)),
+    "adapters_summed_under_masks": Bug(
+        "QM-33", "all adapters summed, those of others times 0: their NaN spreads", adapters_summed_under_masks
+    ),
+    "the_last_adapter_takes_the_rest": Bug(
+        "QM-33",
+        "rows of no adapter given to the last one",
+        plant.given(
+            lora_ends=lambda c: (
+                c.lora_ends
+                if c.lora_ends is None or not c.lora_ends.numel()
+                else torch.cat((c.lora_ends[:-1], torch.full_like(c.lora_ends[-1:], c.x.shape[0])))
+            )
+        ),
+    ),
+    "sorts_lora_ends": Bug("QM-34", "lora_ends that fall are sorted, not raised", trusts_lora_ends),
+    "first_adapter_without_a_gradient": Bug(
+        "QM-35", "the first adapter without a gradient", first_adapter_without_a_gradient
     ),
     "one_scale_beside_a_bias": Bug(
         "QM-97",

@@ -1,13 +1,12 @@
 """The calls of qmatmul@1.
 
-Legend: M tokens · K inputs · Nout rows of w · E experts · R outputs of a token · r LoRA rank.
+Legend: M tokens · K inputs · Nout rows of w · E experts or adapters · R outputs of a token · r LoRA rank.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,12 +71,17 @@ def factors(subject: Subject) -> Mapping[str, Sequence[Any]]:
         "residual": claimed(subject, {False: "", True: "residual"}),
         "lora": claimed(subject, {None: "", **dict.fromkeys(LORAS, "lora")}),
         "ends": claimed(subject, {None: "", **dict.fromkeys(ENDS, "grouped")}),
+        "adapters": claimed(subject, {None: "", **dict.fromkeys(("of experts", *ENDS), "grouped_lora")}),
     }
 
 
 RULES = (
     Rule(("rows", "ends"), lambda rows, ends: ends is None or len(rows) == 1),  # [M, K] with ends
-    Rule(("lora", "ends"), lambda lora, ends: lora is None or ends is None),  # refused
+    Rule(("rows", "adapters"), lambda rows, adapters: adapters is None or len(rows) == 1),
+    Rule(("lora", "adapters"), lambda lora, adapters: adapters is None or lora is not None),
+    Rule(("ends", "adapters"), lambda ends, adapters: adapters is None or (adapters in ENDS) == (ends is None)),
+    # each expert has its own
+    Rule(("lora", "ends", "adapters"), lambda lora, ends, adapters: None in {lora, ends} or adapters == "of experts"),
 )
 
 
@@ -126,10 +130,10 @@ def sizes(subject: Subject, point: Point) -> tuple[tuple[int, ...], int, int]:
     return lead, -(-outputs // rows) * rows, -(-point["K"] // columns) * columns
 
 
-def ends_of(point: Point, M: int) -> Tensor:
-    """Where rows of experts end: as the level says, or in a wild way."""
-    ends = torch.tensor(ENDS[point["ends"]]).cumsum(0).clamp(max=M).int()
-    if point["ends"] == "wild":
+def ends_of(level: str, M: int) -> Tensor:
+    """Where rows of experts or adapters end: as the level says, or in a wild way."""
+    ends = torch.tensor(ENDS[level]).cumsum(0).clamp(max=M).int()
+    if level == "wild":
         ends[1], ends[2] = -(2**31), 2**31 - 1
     return ends
 
@@ -156,8 +160,12 @@ def arguments(subject: Subject, point: Point) -> Given:
     given |= {"residual": 3 * normal(*lead, width, salt=4)} if point["residual"] else {}
     if point["lora"]:
         r, scale = point["lora"]
-        given["lora"] = LoRA(normal(r, inputs, salt=5), normal(outputs, r, salt=6), scale)
-    given |= {"ends": ends_of(point, M).to(device)} if point["ends"] else {}
+        several = ENDS[point["ends"] or point["adapters"]] if point["adapters"] else ()
+        of_one = outputs // len(several) if point["ends"] else outputs
+        shape = (len(several),) if several else ()
+        given["lora"] = LoRA(normal(*shape, r, inputs, salt=5), normal(*shape, of_one, r, salt=6), scale)
+    given |= {"ends": ends_of(point["ends"], M).to(device)} if point["ends"] else {}
+    given |= {"lora_ends": ends_of(point["adapters"], M).to(device)} if point["adapters"] in ENDS else {}
     return given
 
 
@@ -165,42 +173,50 @@ def _rows(x: Tensor) -> Tensor:  # [..., C] -> [M, C]
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def spans(ends: Tensor | None, M: int, outputs: int) -> Iterator[tuple[slice, slice]]:
-    """Rows of x and rows of w that meet; all with all where there are no experts."""
+def spans(ends: Tensor | None, M: int) -> Iterator[tuple[slice, int]]:
+    """Rows of x of each expert or adapter, and its number; all of the first where there are none."""
     if ends is None:
-        yield slice(0, M), slice(0, outputs)
+        yield slice(0, M), 0
         return
-    before, size = 0, outputs // len(ends)
-    for e, end in enumerate(ends.tolist()):
+    before = 0
+    for group, end in enumerate(ends.tolist()):
         last = max(before, min(end, M))
-        yield slice(before, last), slice(e * size, (e + 1) * size)
+        yield slice(before, last), group
         before = last
 
 
+def meetings(cpu: Given, M: int, outputs: int) -> Iterator[tuple[slice, slice, int | None]]:
+    """Rows of x, rows of w that they meet, and which low-rank addition they have, if there are several."""
+    ends, apart = cpu.get("ends"), cpu.get("lora_ends")
+    size, last = outputs // (1 if ends is None else len(ends)), 0
+    for rows, group in spans(ends if apart is None else apart, M):
+        expert = group if apart is None else 0
+        yield rows, slice(expert * size, (expert + 1) * size), group
+        last = rows.stop
+    if apart is not None:
+        yield slice(last, M), slice(0, outputs), None
+
+
 def expected(subject: Subject, point: Point, given: Given, upstream: Mapping[str, Any]) -> dict[str, Want]:
-    """The definition on the rows of each expert, or on all."""
+    """The definition on the rows of each expert or adapter, or on all."""
     cpu: dict[str, Any] = {n: x.cpu() for n, x in given.items() if isinstance(x, Tensor)}
     lora, x = given.get("lora"), _rows(cpu["x"])
     outputs, activation, bias = given["w"].shape[0], given.get("activation"), cpu.get("bias")
     residual = _rows(cpu["residual"]).double() if "residual" in cpu else None
-    matrices = None if lora is None else (lora.A.cpu(), lora.B.cpu(), float(lora.scale))
-    whole = definition.exact(
-        x, w_of(subject, point, *given["w"].shape), rounding=point["weight_rounding"], bias=bias, lora=matrices
-    )
+    low = None if lora is None else [m.cpu() if m.dim() == 3 else m.cpu().unsqueeze(0) for m in (lora.A, lora.B)]
+    whole = definition.exact(x, w_of(subject, point, *given["w"].shape), rounding=point["weight_rounding"], bias=bias)
     dy = _rows(torch.from_numpy(upstream[""])) if upstream else None
     width = outputs // (1 if "ends" not in cpu else len(cpu["ends"])) // (2 if activation in PAIRS else 1)
     y = torch.zeros(2, x.shape[0], width, dtype=torch.float64)  # values, bounds
-    grads = _Gradients(whole, residual)
-    for rows, of_w in spans(cpu.get("ends"), x.shape[0], outputs):
-        part = {"x": whole.x[rows], "left": whole.left[rows], "slack": whole.slack[rows], "w": whole.w[of_w]}
-        h, after = whole.h[rows, of_w], 0.0 if residual is None else residual[rows].abs()
-        value = definition.activated(h, activation)
-        value = value if residual is None else value + residual[rows]
-        added = whole.added[of_w] if isinstance(whole.added, Tensor) else 0.0
-        one = replace(whole, **part, h=h, y=value, added=added, after=after, activation=activation)
-        y[:, rows] = torch.stack((value, one.bound()))
+    grads = _Gradients(whole, residual, low)
+    for rows, of_w, group in meetings(cpu, x.shape[0], outputs):
+        own = (
+            None if lora is None or low is None or group is None else (low[0][group], low[1][group], float(lora.scale))
+        )
+        one = definition.part(whole, rows, of_w, activation=activation, residual=residual, lora=own)
+        y[:, rows] = torch.stack((one.y, one.bound()))
         if dy is not None:
-            grads.add(rows, of_w, one, dy[rows])
+            grads.add(rows, of_w, group, one, dy[rows])
     lead = given["x"].shape[:-1]
     found = {"": Want(y[0].view(*lead, width).numpy(), y[1].view(*lead, width).numpy(), point["dtype"])}
     if dy is not None:
@@ -211,14 +227,14 @@ def expected(subject: Subject, point: Point, given: Given, upstream: Mapping[str
 class _Gradients:
     """Gradients of all arguments in float64, and how far others may be: [2, ...] each, values and bounds."""
 
-    def __init__(self, whole: definition.Exact, residual: Tensor | None) -> None:
+    def __init__(self, whole: definition.Exact, residual: Tensor | None, low: list[Tensor] | None) -> None:
         shapes: dict[str, Any] = {"x": whole.x, "bias": whole.w[:, 0]}
-        shapes |= {"A": whole.lora[0], "B": whole.lora[1]} if whole.lora else {}
+        shapes |= {"A": low[0], "B": low[1]} if low else {}
         shapes |= {"residual": residual} if residual is not None else {}
         self.found = {name: torch.zeros(2, *x.shape, dtype=torch.float64) for name, x in shapes.items()}
 
-    def add(self, rows: slice, of_w: slice, one: definition.Exact, dy: Tensor) -> None:
-        """Take in the rows of an expert."""
+    def add(self, rows: slice, of_w: slice, group: int | None, one: definition.Exact, dy: Tensor) -> None:
+        """Take in the rows of an expert or adapter."""
         leaf = one.h.detach().clone().requires_grad_()
         (dh,) = torch.autograd.grad(definition.activated(leaf, one.activation), leaf, dy)
         bounds, found = definition.bounds_of_gradients(one, dy), self.found
@@ -226,8 +242,8 @@ class _Gradients:
         if one.lora is not None:
             a, b, s = one.lora
             dx = dx + s * (dh @ b) @ a
-            found["A"] += torch.stack((s * (dh @ b).t() @ one.x, bounds["A"]))
-            found["B"][:, of_w] += torch.stack((s * dh.t() @ (one.x @ a.t()), bounds["B"]))
+            found["A"][:, group] += torch.stack((s * (dh @ b).t() @ one.x, bounds["A"]))
+            found["B"][:, group] += torch.stack((s * dh.t() @ (one.x @ a.t()), bounds["B"]))
         found["x"][:, rows] = torch.stack((dx, bounds["x"]))
         found["bias"][:, of_w] += torch.stack((dh.sum(0), bounds["bias"]))
         if "residual" in found:
@@ -266,5 +282,6 @@ TENSORS = {
     "lora.A": Argument(dtypes=FLOATS, given=_WITH_LORA),
     "lora.B": Argument(dtypes=FLOATS, given=_WITH_LORA),
     "ends": Argument(SAME_VALUES, given=Rule(("ends",), lambda ends: ends is not None)),
+    "lora_ends": Argument(SAME_VALUES, given=Rule(("adapters",), lambda adapters: adapters in ENDS)),
 }
 SPACE = Space("qmatmul", factors, arguments, expected, TENSORS, RULES, real)

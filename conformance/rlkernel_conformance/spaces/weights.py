@@ -41,7 +41,7 @@ def _family(spec: QuantSpec) -> str:
     if kind == "grid":
         kind = spec.element if spec.element.startswith("int") else "fp8"
     zero = "" if spec.symmetric else " float zero" if spec.float_zero else " asymmetric"
-    return f"{kind}{zero}{' act order' if spec.act_order else ''}{' fp8 of x' if spec.act.endswith('fp8') else ''}"
+    return f"{kind}{zero}{' act order' if spec.act_order else ''}{' quantized x' if 'act' in spec.changed else ''}"
 
 
 def _members(subject: Subject, options: tuple[str, ...]) -> dict[str, tuple[QuantSpec, ...]]:
