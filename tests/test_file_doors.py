@@ -34,7 +34,7 @@ WRITERS = {
     "conformance/rlkernel_judge/private_folder.py": (1, "a folder that is locked takes its name"),
     "conformance/rlkernel_judge/supervisor.py": (6, "switches of the kernel in /proc and in a control group"),
     "conformance/rlkernel_judge/worker.py": (1, "the candidate's source, in the scratch folder of its sandbox"),
-    "conformance/rlkernel_conformance/source_mutants/plugin_copy.py": (6, "copies of a backend in a temporary folder"),
+    "conformance/rlkernel_conformance/source_mutants/plugin_copy.py": (5, "copies of a backend in a temporary folder"),
 }
 # Parsers of what is no file from outside.
 PARSERS = {

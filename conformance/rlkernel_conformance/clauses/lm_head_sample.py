@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.call_checks import leaves
-from rlkernel_conformance.clauses import lm_head_one_law, quantized_heads
+from rlkernel_conformance.clauses import lm_head_batches, lm_head_one_law, quantized_heads
 from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.clauses.lm_heads import SCALE, Heads, Largest, Operands, as_defined, heads
 from rlkernel_conformance.clauses.sample.cases import same_draws
@@ -25,7 +24,7 @@ from rlkernel_conformance.subject import Subject
 from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_core.spec.sampling import SampleResult, Status, TokenLists
 
-__all__ = ["lm_head_one_law", "quantized_heads"]  # whose attacks are registered with these
+__all__ = ["lm_head_batches", "lm_head_one_law", "quantized_heads"]  # whose attacks are registered with these
 
 
 @attack("LH-01", heads, scale=SCALE, examples=(Heads(0),))
@@ -234,34 +233,6 @@ def operands_of_two_dtypes_are_exact(subject: Subject, case: Heads) -> None:
     as_defined(subject, Operands(fine.hidden, made.weight, batch, (size * atol).numpy(), {}))
 
 
-def in_other_batches(subject: Subject, made: Operands, **more: Any) -> Iterator[tuple[list[int], str, SampleResult]]:
-    """Rows of the call in batches of other sizes and orders, where rows have parameters of their own."""
-    back = list(range(len(made.batch.rows)))[::-1]
-    ways = {"in a reversed batch": back, "among 150 rows": back * 30, "alone": [2]}
-    for when, rows in ways.items() if "per_row_parameters" in subject.claims else ():
-        some = Batch(made.batch.logits[rows], [made.batch.rows[i] for i in rows])
-        part = replace(made, hidden=made.hidden[rows], batch=some, error=made.error[rows])
-        yield rows, when, subject(**part.arguments(subject, **more))
-
-
-@attack("LH-13", lambda s: heads(s, N=5, D=16), scale=SCALE)
-def a_request_draws_the_same_token_in_any_batch(subject: Subject, case: Heads) -> None:
-    """Alone, reversed, among 150 rows, in strided memory."""
-    made = case.operands(subject)
-    given = made.arguments(subject)
-    want = subject(**given)
-    sure = {i for i, _ in made.definitions()}
-    for rows, when, out in in_other_batches(subject, made):
-        for k, i in enumerate(rows):
-            if i in sure:
-                require(int(out.token[k]) == int(want.token[i]), f"row {i} draws another token {when}")
-    wide = torch.full((10, 32), math.nan, dtype=made.hidden.dtype, device=subject.device)
-    wide[::2, 8:24] = given["hidden"]
-    out = subject(**given | {"hidden": wide[::2, 8:24]})
-    for i in sorted(sure):
-        require(int(out.token[i]) == int(want.token[i]), f"row {i} draws another token in strided memory")
-
-
 @attack("LH-15", heads, scale=SCALE)
 def no_rows_give_empty_results(subject: Subject, case: Heads) -> None:
     """N = 0, with and without filters."""
@@ -326,38 +297,6 @@ def best_in_doubt(subject: Subject, made: Operands, out: SampleResult, i: int, l
     low, high = int((log_p > log_p[token] + slack).sum()), int((log_p >= log_p[token] - slack).sum()) - 1
     rank = int(plain(out.rank, "rank")[i])
     require(low <= rank <= high, f"row {i}: token {token} has rank {rank}, not within {low} and {high}")
-
-
-@attack("LH-19", lambda s: heads(s, N=5).map(lambda case: replace(case, D=(16, 5, 33)[case.seed % 3])), scale=SCALE)
-def a_row_has_the_same_bits_in_any_batch(subject: Subject, case: Heads) -> None:
-    """Alone, reversed, among 150 rows; in float64 too, and ranked beside rows that may not draw an infinite logit."""
-    for dtype in sorted({case.dtype, "float64"} & set(subject.dtypes)):
-        some = replace(case, dtype=dtype)
-        calls: list[tuple[Operands, dict[str, Any]]] = [(some.operands(subject), {})]
-        if {"bias", "allowed"} <= subject.claims:
-            calls.append((_apart(some.operands(subject, bias=_infinite(some)), case.V // 2), {"rank": True}))
-        for made, more in calls:
-            want = leaves(subject(**made.arguments(subject, **more)))
-            for rows, when, out in in_other_batches(subject, made, **more):
-                for name, value in leaves(out).items():
-                    same_bits(name, value, want[name][rows], when)
-
-
-def _infinite(case: Heads) -> Tensor:
-    """A bias that makes one token's logit infinite."""
-    bias = torch.zeros(case.V, dtype=getattr(torch, case.dtype))
-    bias[case.V // 2] = math.inf
-    return bias
-
-
-def _apart(made: Operands, token: int) -> Operands:
-    """The same, but every other row may not draw a token."""
-    others = np.arange(len(made.weight)) != token
-    rows = [
-        replace(row, allowed=others if row.allowed is None else row.allowed & others) if i % 2 else row
-        for i, row in enumerate(made.batch.rows)
-    ]
-    return replace(made, batch=Batch(made.batch.logits, rows))
 
 
 @attack("LH-22", lambda s: heads(s, N=5), scale=SCALE)

@@ -156,7 +156,7 @@ def _with_recorded_gradients(given: list[Any], planned_result: Any, out: Any) ->
         @staticmethod
         def forward(ctx: Any, *values: Any) -> Any:
             ctx.set_materialize_grads(False)
-            return tuple(x.view_as(x) for x in values)
+            return tuple(x.clone() for x in values)
 
         @staticmethod
         def backward(ctx: Any, *upstream: Any) -> Any:  # noqa: ARG004  as autograd calls it
