@@ -50,25 +50,11 @@ class Trainer:
         self.exact = rlk.exact(self.model, group=group, split=True, force=True)
         self.model.train()
 
-    def scored(self, ids: Tensor) -> Tensor:
-        """Log-probabilities [b, M] of whole sequences [b, S], packed."""
-        b, S = ids.shape
-        cu = torch.arange(0, b * S + 1, S, dtype=torch.int32, device=ids.device)
-        at = torch.arange(S, device=ids.device).repeat(b)[None]
-        hidden = self.model.base_model(
-            input_ids=ids.reshape(1, -1), position_ids=at, use_cache=False, cu_seq_lens_q=cu, cu_seq_lens_k=cu,
-            max_length_q=S, max_length_k=S,
-        ).last_hidden_state  # fmt: skip
-        rows, P = hidden.view(b, S, -1)[:, self.given.prompt - 1 : -1], self.given.prompt
-        head, temperature = self.model.lm_head.weight, self.given.temperature
-        found: Tensor = rlk.linear_logprob(rows, head, ids[:, P:], temperature=temperature, group=self.group).logprob
-        return found
-
     def step(self, ids: Tensor, said: Tensor, advantages: Tensor) -> Tensor:
         """One step of SGD; the log-probabilities before it."""
         found = []
         for some in torch.arange(len(ids), device=ids.device).split(self.given.micro):
-            trained = self.scored(ids[some])
+            trained = single.scored(self.model, ids[some], self.given.prompt, self.given.temperature, self.group)
             ratio, a = (trained - said[some]).exp(), advantages[some]
             loss = -torch.minimum(ratio * a, ratio.clamp(1 - single.CLIP, 1 + single.CLIP) * a).sum() / said.numel()
             loss.backward()

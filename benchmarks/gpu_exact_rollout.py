@@ -112,6 +112,22 @@ def clocked(device: str, work: Callable[[], Any]) -> tuple[Any, float]:
     return made, time.perf_counter() - start
 
 
+def scored(model: Any, ids: Tensor, prompt: int, temperature: float, group: Any = None) -> Tensor:
+    """Log-probabilities [b, M] of whole sequences [b, S], packed, by operators of exact bits."""
+    b, S = ids.shape
+    cu = torch.arange(0, b * S + 1, S, dtype=torch.int32, device=ids.device)
+    at = torch.arange(S, device=ids.device).repeat(b)[None]
+    hidden = model.base_model(
+        input_ids=ids.reshape(1, -1), position_ids=at, use_cache=False, cu_seq_lens_q=cu, cu_seq_lens_k=cu,
+        max_length_q=S, max_length_k=S,
+    ).last_hidden_state  # fmt: skip
+    rows = hidden.view(b, S, -1)[:, prompt - 1 : -1]
+    found: Tensor = rlk.linear_logprob(
+        rows, model.lm_head.weight, ids[:, prompt:], temperature=temperature, group=group
+    ).logprob
+    return found
+
+
 class ExactLoop:
     """By operators of exact bits."""
 
@@ -129,17 +145,7 @@ class ExactLoop:
 
     def trained(self, ids: Tensor, prompt: int) -> Tensor:
         """Log-probabilities [b, M] of whole sequences [b, S], packed."""
-        b, S = ids.shape
-        cu = torch.arange(0, b * S + 1, S, dtype=torch.int32, device=ids.device)
-        at = torch.arange(S, device=ids.device).repeat(b)[None]
-        hidden = self.model.base_model(
-            input_ids=ids.reshape(1, -1), position_ids=at, use_cache=False, cu_seq_lens_q=cu, cu_seq_lens_k=cu,
-            max_length_q=S, max_length_k=S,
-        ).last_hidden_state  # fmt: skip
-        rows = hidden.view(b, S, -1)[:, prompt - 1 : -1]
-        head, temperature = self.model.lm_head.weight, self.given.temperature
-        found: Tensor = rlk.linear_logprob(rows, head, ids[:, prompt:], temperature=temperature).logprob
-        return found
+        return scored(self.model, ids, prompt, self.given.temperature)
 
     def close(self) -> dict[str, Any]:
         """Put the model back, and say what ran."""

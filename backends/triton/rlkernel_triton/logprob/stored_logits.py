@@ -16,7 +16,7 @@ MANTISSA: Final = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}  # bits
 
 
 class Coded(NamedTuple):
-    """What kernels are told of logits of 8 bits."""
+    """What kernels take for logits of 8 bits."""
 
     mantissa: int  # bits, 0 where logits have more
     scales: Tensor | None  # [N] fp32; None where logits have no scale

@@ -54,7 +54,7 @@ def tile_parts(w: QuantTensor) -> tuple[Tensor, ...]:
 
 
 def tile_constants(w: QuantTensor) -> dict[str, Any]:
-    """What `load_weight_values` is told beside tensors and the place of the tile."""
+    """What `load_weight_values` takes beside tensors and the place of the tile."""
     w = formats.as_nf4(w)
     found: dict[str, Any] = {
         "KIND": kind_of(w), "FORMAT": 0, "GROUP": 0, "SCALE_ROWS": 0, "ELEMENT": 0, "TILED": w.layout == formats.W4,

@@ -1,6 +1,6 @@
 """Quantized heads on Triton: every format and layout is the head that it stands for, and no copy of it is made.
 
-The law of a quantized head is that of its exact values in fp32, so the stored head of these is what it is held against.
+The law of a quantized head is that of its exact values in fp32, so it is compared with the stored head of these.
 On a GPU hidden states of 16 bits are multiplied by matrix units with two bf16 numbers for each decoded one.
 """
 
