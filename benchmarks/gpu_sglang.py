@@ -61,6 +61,7 @@ def engine(given: argparse.Namespace) -> dict[str, Any]:
     options = {
         "skip_tokenizer_init": True, "random_seed": 1, "disable_cuda_graph": True, "skip_server_warmup": True,
         "log_level": "warning", "sampling_backend": given.engine,
+        "disable_radix_cache": True,  # its Rust part is compiled for one version of torch
     }  # fmt: skip
     if given.toy:
         options |= {"device": "cpu", "dtype": "float32", "mem_fraction_static": 0.2, "max_total_tokens": 2048}

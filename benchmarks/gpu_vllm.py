@@ -13,7 +13,7 @@ Of each: whether a seeded request draws the same tokens alone and in a batch, se
 top-p (seeded, as a rollout that shall be drawn again, and unseeded), and how far transformers' log-probabilities of
 the drawn tokens are from those that the engine states. Of ours also what a record of the rollout explains
 (`rollouts.verify`), and what ran. Random weights have flat laws; the head is scaled so that some tokens are likely.
-The toy has run to its end on a CPU; stock and ours on an H200, where int4 has not.
+The toy has run on a CPU, and all three on an H200 (benchmarks/results/h200/vllm.json).
 """
 
 from __future__ import annotations

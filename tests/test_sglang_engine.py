@@ -170,3 +170,15 @@ def answer(port: int, path: str, **body: Any) -> Any:
     asked = urllib.request.Request(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), content)
     with urllib.request.urlopen(asked, timeout=60) as said:
         return json.load(said)
+
+
+def test_the_benchmark_of_an_engine_draws_each_request_alone_as_in_the_batch(tmp_path) -> None:
+    script = ROOT / "benchmarks" / "gpu_sglang.py"
+    asked = ["--toy", "--engines", "rlkernel", "--turns", "1", "--output", str(tmp_path / "found.json")]
+    done = subprocess.run(
+        [sys.executable, str(script), *asked], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["engines"]["rlkernel"]
+    assert found["requests_alone_as_in_the_batch"] == [True] * 4
+    assert found["record"] == {"tokens": 16, "tolerance": 1e-3, "ok": True, "same": 16}
