@@ -124,7 +124,7 @@ def main(words: list[str] | None = None) -> None:
         return
     import sglang
 
-    places = [str(ROOT / "tests" / "sglang_cpu"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    places = [str(ROOT / "tests" / "sglang_cpu"), str(ROOT), *sys.path]  # of the processes that an engine starts
     environment = {
         "PYTHONPATH": ":".join(places), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
         "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
