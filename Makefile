@@ -110,7 +110,7 @@ hosts: $(STAMP) ## vLLM whole, TRL, transformers, torchao, torchtitan, VeOmni, v
 	$(RUN) -m pip install --quiet transformers==5.15.0 # the oldest that is supported, then what .[hosts] pins
 	OMP_NUM_THREADS=1 $(RUN) tools/hosts.py run transformers-oldest tests/test_transformers.py tests/test_transformers_exact.py tests/test_transformers_exact_generate.py tests/test_transformers_exact_split.py tests/test_host_contracts.py tests/test_transformers_rollouts.py
 	$(RUN) -m pip install --quiet -e '.[hosts]'
-	OMP_NUM_THREADS=1 $(RUN) tools/hosts.py run trl tests/test_trl.py tests/test_trl_exact.py tests/test_transformers.py tests/test_transformers_exact.py tests/test_transformers_exact_generate.py tests/test_transformers_exact_split.py tests/test_transformers_rollouts.py tests/test_transformers_exact_machine.py tests/test_peft_exact.py tests/test_torchao.py tests/test_host_contracts.py tests/test_agree.py
+	OMP_NUM_THREADS=1 $(RUN) tools/hosts.py run trl tests/test_trl.py tests/test_trl_exact.py tests/test_transformers.py tests/test_transformers_exact.py tests/test_transformers_exact_generate.py tests/test_transformers_exact_split.py tests/test_transformers_rollouts.py tests/test_transformers_exact_machine.py tests/test_peft_exact.py tests/test_peft_lora.py tests/test_torchao.py tests/test_host_contracts.py tests/test_agree.py
 	$(RUN) -m pip install --quiet --no-deps torchtitan==0.3.0 spmd_types==0.2.3 tyro typeguard shtab docstring_parser einops # what its losses import
 	OMP_NUM_THREADS=1 $(RUN) tools/hosts.py run torchtitan tests/test_torchtitan.py
 	$(PYTHON) -m venv $(VLLM)

@@ -39,6 +39,7 @@ RUNS = {
     "test_trl": "trl",
     "test_trl_exact": "trl",
     "test_peft_exact": "peft",
+    "test_peft_lora": "peft",
     "test_torchao": "torchao",
     "test_sglang": "sglang",
     "test_sglang_engine": "sglang",
