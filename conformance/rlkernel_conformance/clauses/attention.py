@@ -22,6 +22,7 @@ from rlkernel_conformance.attention_calls import (
     in_rows,
     offsets,
     small,
+    taken_pages,
 )
 from rlkernel_conformance.call_checks import same_results
 from rlkernel_conformance.clauses.derived_attacks import derive
@@ -48,6 +49,8 @@ def judged(subject: Subject, given: Mapping[str, Any]) -> Any:
         Attend(((1, 700), (2, 64)), (8, 2), 128, 2, "bfloat16", page=16, window=130),
         Attend(((100, 100), (30, 30)), (4, 1), 64, 3, "float16", softcap=50.0, sinks=True),
         Attend(((9, 9),), (2, 2), 256, 4, "bfloat16"),
+        Attend(((40, 300), (1, 129)), (4, 1), 128, 5, "bfloat16", page=128),  # of whole tiles
+        Attend(((40, 300),), (2, 1), 64, 6, "bfloat16", page=384, causal=False),
     ),
 )
 def the_definition_in_float64(subject: Subject, case: Attend) -> None:
@@ -116,10 +119,10 @@ def later_keys_change_nothing(subject: Subject, case: Attend) -> None:
 
 @attack("AT-06", in_rows)
 def pages_are_rows_in_another_place(subject: Subject, case: Attend) -> None:
-    """Pages of one key, of a few, of more than there are; int64 tables."""
+    """Pages of one key, of a few, of more than there are, or of whole tiles; int64 tables."""
     given = case.arguments(subject)
     want = subject(**given)
-    for page in (1, 4, 16, 100):
+    for page in taken_pages(subject, given, (1, 4, 16, 100), (128, 384)):
         paged = in_pages(given, page, case.seed)
         for kind in (torch.int32, torch.int64):
             paged |= {n: paged[n].to(kind) for n in ("page_table", "seqused_k", "cu_q")}
@@ -131,11 +134,14 @@ def pages_are_rows_in_another_place(subject: Subject, case: Attend) -> None:
 @attack("AT-07", small)
 def a_page_that_is_none_is_nan(subject: Subject, case: Attend) -> None:
     """Beyond the pages, and negative; queries that do not see it stay."""
-    paged = in_pages(replace(case, lengths=((5, 5), (2, 4)), causal=True, window=None).arguments(subject), 2, case.seed)
+    case = replace(case, causal=True, window=None)
+    (G,) = taken_pages(subject, replace(case, lengths=((1, 1),)).arguments(subject), (2,), (256,))
+    given = replace(case, lengths=((5, G + 3), (2, 2 * G))).arguments(subject)
+    paged = in_pages(given, G, case.seed)
     want = subject(**paged)
     for page in (paged["k"].shape[0], -1, 2**30):
         table = paged["page_table"].clone()
-        table[0, 1] = page  # keys 2 and 3 of the first sequence
+        table[0, 1] = page  # keys from G on of the first sequence
         made = subject(**{**paged, "page_table": table})
         seen, others = [2, 3, 4], [0, 1, 5, 6]
         require(bool(made.out[seen].isnan().all()), f"queries that see page {page} get numbers")
@@ -225,6 +231,8 @@ def no_queries_give_empty_results(subject: Subject, case: Attend) -> None:
         Attend(((80, 1080),), (2, 1), 16, 1, page=16),
         Attend(((130, 130),), (8, 2), 128, 2, "bfloat16", page=16),
         Attend(((129, 129),), (2, 2), 64, 3, "float16", window=70, sinks=True),
+        Attend(((70, 300),), (8, 2), 128, 4, "bfloat16", page=128),
+        Attend(((70, 260),), (7, 1), 64, 5, "bfloat16", page=256),
     ),
 )
 def a_query_is_the_same_everywhere(subject: Subject, case: Attend) -> None:
