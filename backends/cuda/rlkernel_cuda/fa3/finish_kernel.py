@@ -67,7 +67,7 @@ def finish(
     else:
         n = tl.load(cu_k + sequence + 1, mask=real, other=0) - tl.load(cu_k + sequence, mask=real, other=0)
     at = n - m + row - first
-    blind = ~real | (n <= 0)
+    blind = n <= 0  # rows of no sequence among them
     if CAUSAL:
         blind = blind | (at < 0)
     lost = n > most
@@ -77,7 +77,7 @@ def finish(
         seen = bad < pages
         if CAUSAL:
             seen = seen & (bad * G <= at)
-        lost = lost | (seen & ~blind)
+        lost = lost | seen
     head = tl.arange(0, HEADS)[None, :]
     whole = there[:, None] & (head < Hq)
     x = tl.load(by_head + head.to(tl.int64) * T + row[:, None], mask=whole, other=0.0)

@@ -1,7 +1,7 @@
 """attention by FlashAttention 3, whose operator is a stand-in with the schema of the library's 0.0.3.
 
-The stand-in does what the library does, and leaves undone what it leaves: rows of no sequence hold a number, a page that
-is none reads as zeros, lse is by heads.
+The stand-in does what the library does, and leaves undone what it may leave: rows that see no key hold a number, a page
+that is none reads as zeros, lse is by heads.
 """
 
 import sys
@@ -41,6 +41,7 @@ def stand_in(q, k, v, **given):
     for x in (q, k, v):
         assert x.stride(-1) == 1 and x.data_ptr() % 16 == 0
         assert all(s % 8 == 0 for s in x.stride()[:-1])
+    assert len(q) and k.numel() and len(cu_q) > 1
     assert given["num_splits"] == 1
     assert given["max_seqlen_q"] > 192  # more than a tile has rows: else other tiles, and no pages
     out, lse = torch.full_like(q, UNWRITTEN), torch.full((q.shape[1], len(q)), UNWRITTEN)
@@ -60,9 +61,9 @@ def stand_in(q, k, v, **given):
         if causal:
             at = n - m + torch.arange(m)
             s = s.masked_fill(torch.arange(n)[None] > at[:, None], -torch.inf)
-        lse[:, start:end] = s.logsumexp(-1)
-        p = (s - lse[:, start:end, None]).exp().nan_to_num(0.0)
-        out[start:end] = (p @ z.repeat_interleave(each, 0)).transpose(0, 1).to(q.dtype)
+        sees = s.isfinite().any(-1).any(0)
+        y = (s.softmax(-1) @ z.repeat_interleave(each, 0)).transpose(0, 1).to(q.dtype)
+        lse[:, start:end][:, sees], out[start:end][sees] = s.logsumexp(-1)[:, sees], y[sees]
     none = q.new_empty(0)
     return out, lse, none, none
 
@@ -184,10 +185,11 @@ def test_a_sequence_beyond_the_bound_is_nan_and_the_others_stay(installed, paged
     agree(found, given)
 
 
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("lengths", [((3, 0), (1, 0)), ()])
-def test_without_keys_the_library_is_not_asked(installed, lengths) -> None:
+def test_without_keys_the_library_is_not_asked(installed, lengths, causal) -> None:
     installed()
-    given = rows(lengths, spare=2)
+    given = rows(lengths, spare=2, causal=causal)
     agree(module.attention(AttentionCall(**given)), given)
 
 
@@ -197,12 +199,27 @@ def test_no_query_gives_no_row(installed) -> None:
     assert (found.out.shape, found.lse.shape) == ((0, 4, 16), (0, 4))
 
 
-def test_rows_that_tma_does_not_read_are_copied(installed) -> None:
+@pytest.mark.parametrize(("width", "first"), [(17, 0), (24, 1)])
+def test_rows_that_tma_does_not_read_are_copied(installed, width, first) -> None:
     installed()
     given = rows(((4, 40),))
-    wide = {n: torch.randn(*given[n].shape[:-1], 17).bfloat16() for n in "qkv"}
-    given |= {n: x[..., 1:] for n, x in wide.items()}
+    wide = {n: torch.randn(*given[n].shape[:-1], width).bfloat16() for n in "qkv"}
+    given |= {n: x[..., first : first + 16] for n, x in wide.items()}
     agree(module.attention(AttentionCall(**given)), given)
+
+
+def test_rows_of_no_key_are_written_whole_where_they_are_long(installed) -> None:
+    installed()
+    given = rows(((2, 1),), D=128, spare=2)
+    agree(module.attention(AttentionCall(**given)), given)
+
+
+def test_a_bad_page_is_found_behind_many(installed) -> None:
+    installed()
+    given = pages(rows(((2, 128 * 128 + 1), (1, 5)), heads=(1, 1), D=8))
+    given["page_table"][0, 128] = -1  # the page of the last key
+    found = module.attention(AttentionCall(**given))
+    assert found.out.isnan().all(-1).all(-1).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize(("B", "spare"), [(1, 0), (7, 1), (8, 0), (200, 5)])
