@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from rlkernel_conformance import draw
@@ -84,12 +85,29 @@ def no_key_gives_nothing(subject: Subject, case: Attend) -> None:
         same_bits("gradient of q", grad[lonely], torch.zeros_like(grad[lonely]), "of queries without keys")
 
 
-@attack("AT-04", lambda s: cases(s).map(lambda c: replace(c, lengths=((3, 5), (2, 70), (4, 4)), sinks=False)))
+def neighbors(subject: Subject) -> st.SearchStrategy[Attend]:
+    """Three sequences in the first claimed dtype."""
+    lengths, dtype = ((3, 5), (2, 70), (4, 4)), subject.dtypes[0]
+    return cases(subject).map(lambda c: replace(c, lengths=lengths, dtype=dtype, sinks=False))
+
+
+@attack("AT-04", neighbors)
 def sequences_are_apart(subject: Subject, case: Attend) -> None:
-    """NaN and infinities in all that the second sequence has; in pages, also behind the last key of each."""
-    rows = replace(case, page=0, dtype=subject.dtypes[0]).arguments(subject)
+    """Beside the largest numbers."""
+    _stay_beside(subject, case, torch.finfo(getattr(torch, case.dtype)).max)
+
+
+@attack("AT-19", neighbors)
+def sequences_are_isolated(subject: Subject, case: Attend) -> None:
+    """Beside NaN and infinities."""
+    _stay_beside(subject, case, torch.nan, torch.inf)
+
+
+def _stay_beside(subject: Subject, case: Attend, *values: float) -> None:
+    """Queries of the others, with a value in all that the second sequence has; in pages, also behind their last keys."""
+    rows = replace(case, page=0).arguments(subject)
     poisoned = {n: rows[n].clone() for n in ("q", "k", "v")}
-    for value in (torch.nan, torch.inf):
+    for value in values:
         poisoned["q"][3:5] = poisoned["k"][5:75] = poisoned["v"][5:75] = value
         others = [0, 1, 2, 5, 6, 7, 8]
         for page in {0, case.page if "paged" in subject.claims else 0}:

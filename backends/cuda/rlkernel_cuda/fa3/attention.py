@@ -6,8 +6,8 @@ takes wider tiles, where that is 1; it reads pages by TMA where there are more q
 tiles else; and it packs heads. So it is told of MANY queries, or of T where these are more, and chooses alike.
 
 It writes no row beyond the last sequence, reads zeros for a page that is none, and has lse by heads: `finish_kernel`.
-It multiplies values beyond a sequence's keys, up to the end of a tile, with 0: where they are NaN or infinite, clause
-AT-04 is broken. That is the library's, and stays (docs/ops/attention.md).
+It multiplies values beyond a sequence's keys, up to the end of a tile, with 0, so a NaN there reaches the sequence:
+`isolated` is not claimed. Nor is the softcap, for which it takes the approximate tanh of the hardware (2^-11).
 
 Legend: T queries · S rows of keys · B sequences · N pages of G keys, P of a sequence at most · Hq, Hk heads of width D.
 """
