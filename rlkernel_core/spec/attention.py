@@ -58,8 +58,9 @@ class AttentionCall(OpCall[AttentionResult]):
     N gives NaN to the queries that see its keys.
 
     Values are multiplied with 0 where a query does not see their key, in tiles that hold keys it does see: a NaN or an
-    infinity among the keys or values of a sequence may reach all of its queries. Numbers reach no other sequence, nor do
-    those that pages hold beyond a sequence's keys; nor do NaN and infinities, where an implementation claims `isolated`.
+    infinity among the keys or values of a sequence may reach all of its queries. Numbers reach no other sequence, nor
+    do those that pages hold beyond a sequence's keys. Nor do NaN and infinities, where an implementation claims
+    `isolated`.
 
     Args:
         q: [T, Hq, D] floating, the sequences' queries one after another.

@@ -104,7 +104,7 @@ def sequences_are_isolated(subject: Subject, case: Attend) -> None:
 
 
 def _stay_beside(subject: Subject, case: Attend, *values: float) -> None:
-    """Queries of the others, with a value in all that the second sequence has; in pages, also behind their last keys."""
+    """Queries of the others, with a value in all of the second sequence; in pages, behind the last keys of each too."""
     rows = replace(case, page=0).arguments(subject)
     poisoned = {n: rows[n].clone() for n in ("q", "k", "v")}
     for value in values:

@@ -1,9 +1,9 @@
 """attention@1 by FlashAttention 3 on Hopper, forward, without a split of the keys.
 
-FlashAttention takes keys in tiles by their positions and, with num_splits=1, adds them in one program. Three of its
-choices go by max_seqlen_q, the queries of the longest sequence, and change bits: it drops the causal mask, and with it
-takes wider tiles, where that is 1; it reads pages by TMA where there are more queries than a tile has rows, and by other
-tiles else; and it packs heads. So it is told of MANY queries, or of T where these are more, and chooses alike.
+FlashAttention takes keys in tiles by their positions and, with num_splits=1, adds them in one program. Two of its
+choices go by max_seqlen_q, the queries of the longest sequence, and change bits: where that is 1 it drops the causal
+mask, and takes wider tiles; and it reads pages by TMA only where it is more than a tile has rows. So it is told of MANY
+queries, or of T where these are more, and chooses alike.
 
 It writes no row beyond the last sequence, reads zeros for a page that is none, and has lse by heads: `finish_kernel`.
 It multiplies values beyond a sequence's keys, up to the end of a tile, with 0, so a NaN there reaches the sequence:
@@ -36,10 +36,6 @@ MULTIPLE: Final = 8  # of D and of strides: TMA reads rows of 16 bytes
 _BYTES: Final = 16
 _ROWS: Final = 16  # of a program of `finish`
 _MODULE: Final = "fa3_fwd._C"  # registers torch.ops.fa3_fwd
-_ARGUMENTS: Final = frozenset(
-    ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k", "page_table")
-    + ("softmax_scale", "is_causal", "num_splits")
-)
 
 
 class Library(NamedTuple):
@@ -62,9 +58,6 @@ def library() -> Library:
     except (ImportError, OSError, RuntimeError) as error:  # a library of another CUDA or torch among them
         text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         return Library(said=f"FlashAttention cannot be loaded here: {text}", fix="leave it out of the order")
-    if missing := sorted(_ARGUMENTS - {a.name for a in forward._schema.arguments}):
-        said = f"FlashAttention is not as it was in {NEEDED}: it takes no {', '.join(missing)}"
-        return Library(said=said, fix=again)
     return Library(forward)
 
 
@@ -72,7 +65,7 @@ def fits(call: AttentionCall) -> Reason | None:
     """Refuses widths that TMA does not read, pages that are no whole tiles, and a library that cannot be loaded."""
     k, D = call.k, call.q.shape[-1]
     said, fix = "", ""
-    if D % MULTIPLE or D > max(TILES):
+    if D % MULTIPLE or max(TILES) < D:
         said, fix = f"heads of a width of {D}", f"a multiple of {MULTIPLE}, at most {max(TILES)}"
     elif call.page_table is not None and k.shape[1] % (tile := _tile(D, call.causal)):
         said, fix = f"pages of {k.shape[1]} keys", f"a multiple of {tile} for heads of {D}"
