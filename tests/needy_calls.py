@@ -31,6 +31,7 @@ BY_POLICY = {
     "pause",
     "noise:philox4x32-10",
     "trainer_bits",
+    "isolated",
 }
 PER_ROW = torch.linspace(0.5, 2.0, N)
 GROUP_IDS = torch.tensor([7, 7, 3, 3, 3, 7])

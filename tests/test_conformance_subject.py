@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from rlkernel_core.quant import QuantSpec, quantize
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.whiten import WhitenCall
 from rlkernel_torch.advantage.whitening import whiten as right
+from rlkernel_torch.attention import attention as attended
 from rlkernel_torch.qmatmul import qmatmul as product
 
 PICKY = Backend(
@@ -166,3 +168,37 @@ def test_a_weight_that_is_taken_with_many_tokens_gets_them() -> None:
     with rlk.registered(TILED), (subject := Subject("tiled", "qmatmul")).chosen():
         found = fitted(subject, Product("int4_g32", M=2, N=10, K=70, seed=0, dtype="bfloat16"))
     assert found == Product("int4_g32", M=66, N=128, K=256, seed=0, dtype="bfloat16")
+
+
+LARGE_PAGES = Backend(
+    name="large-pages",
+    api=API_VERSION,
+    impls=(
+        Impl(
+            op="attention@1",
+            target="tests.test_conformance_subject:attention",
+            requires=Requires(device="cpu", dtypes=("float32",)),
+            supports=frozenset({"paged"}),
+            check="tests.test_conformance_subject:in_whole_tiles",
+        ),
+    ),
+)
+
+
+def attention(call):
+    """Page N - 1 in place of every page that is none."""
+    table = call.page_table
+    return attended(call if table is None else replace(call, page_table=table.clamp(0, call.k.shape[0] - 1)))
+
+
+def in_whole_tiles(call):
+    small = call.page_table is not None and call.k.shape[1] % 128
+    return Reason("shape", "unsupported", "pages of a part of a tile") if small else None
+
+
+@pytest.mark.parametrize(("clause", "status"), [("AT-06", "held"), ("AT-07", "violated")])
+def test_pages_of_whole_tiles_are_tried_where_smaller_ones_are_refused(clause, status) -> None:
+    with rlk.registered(LARGE_PAGES), (subject := Subject("large-pages", "attention")).chosen():
+        (attack,) = [a for a in attacks_on("attention") if a.clause.id == clause]
+        outcome = carry_out(subject, attack, Profile("few", 3, 60))
+    assert (outcome.status, outcome.executed > 0) == (status, True), outcome.message

@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 
 import rlkernel_core
 from rlkernel.discover import FIRST_PARTY
-from rlkernel_cuda import flashinfer
+from rlkernel_cuda import fa3, flashinfer
 from rlkernel_triton.launchers import triton_abi
 from tests.distributions import FOLDERS, ROOT, Built, build
 from tests.environments import Environment, environment, without_rlkernel
@@ -109,6 +109,7 @@ def test_a_distribution_says_what_it_is(dist, project) -> None:
         ("[cpu]", {"torch", "numpy"}),
         ("[triton]", {"rlkernel-triton", "torch", "triton"}),
         ("[cuda]", {"rlkernel-cuda", "rlkernel-triton", "torch", "triton", "flashinfer-python"}),
+        ("[fa3]", {"rlkernel-cuda", "rlkernel-triton", "torch", "triton", "fa3-fwd"}),
         ("[rocm]", {"rlkernel-rocm", "rlkernel-triton"}),  # neither torch nor Triton, nor what PyPI calls aiter
         ("[jetson]", {"rlkernel-jetson", "rlkernel-triton"}),
     ],
@@ -149,6 +150,12 @@ def test_the_extra_cuda_asks_for_the_flashinfer_that_its_backend_takes() -> None
     (library,) = [one for one in asked if one.name == "flashinfer-python"]
     assert library.specifier == Requirement(flashinfer.NEEDED).specifier
     assert str(library.marker) == 'platform_system == "Linux"'
+
+
+def test_the_extra_fa3_asks_for_the_flashattention_that_its_backend_takes() -> None:
+    asked = [Requirement(text) for text in PROJECTS[0]["optional-dependencies"]["fa3"]]
+    (library,) = [one for one in asked if one.name == "fa3-fwd"]
+    assert library.specifier == Requirement(fa3.NEEDED).specifier
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +214,7 @@ def test_all_of_them_installed_work(dist, environment: Environment) -> None:
     states = {n: row["state"] for n, row in rows.items()}
     assert {n: states[n] for n in strange} == {"template": "not loaded"}
     assert {states[n] for n in rows if n not in strange} <= {"ready", "no device", "environment/missing-package"}
-    assert {n for n, state in states.items() if state.startswith("environment/")} <= {"aiter", "flashinfer"}
+    assert {n for n, state in states.items() if state.startswith("environment/")} <= {"aiter", "fa3", "flashinfer"}
     assert states["torch"] == "ready"
     code = """
 import importlib.metadata as md, pathlib, sys, torch, rlkernel as rlk

@@ -108,6 +108,16 @@ def in_pages(given: Mapping[str, Any], page: int, seed: int, fill: float = 0.0) 
     }
 
 
+def taken_pages(
+    subject: Subject, given: Mapping[str, Any], usual: tuple[int, ...], large: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Which of the usual sizes of pages the subject takes; of large ones where it takes none of those."""
+    for sizes in (usual, large):
+        if taken := tuple(size for size in sizes if subject.admits(**in_pages(given, size, 0))):
+            return taken
+    return usual
+
+
 def cases(subject: Subject) -> st.SearchStrategy[Attend]:
     """Every claimed dtype, length, width and option."""
     return st.builds(

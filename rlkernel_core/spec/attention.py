@@ -58,8 +58,9 @@ class AttentionCall(OpCall[AttentionResult]):
     N gives NaN to the queries that see its keys.
 
     Values are multiplied with 0 where a query does not see their key, in tiles that hold keys it does see: a NaN or an
-    infinity among the keys or values of a sequence may reach all of its queries. It reaches no other sequence, nor does
-    what pages hold beyond a sequence's keys.
+    infinity among the keys or values of a sequence may reach all of its queries. Numbers reach no other sequence, nor
+    do those that pages hold beyond a sequence's keys. Nor do NaN and infinities, where an implementation claims
+    `isolated`.
 
     Args:
         q: [T, Hq, D] floating, the sequences' queries one after another.
@@ -203,6 +204,7 @@ SPEC = OpSpec(
         DETERMINISTIC,
         BATCH_INVARIANT,
         CAPTURABLE,
+        Feature("isolated", "a NaN of another sequence, or beyond the keys in a page, reaches no query"),
         Feature("paged", "keys and values in pages, found by a table"),
         Feature("bidirectional", "causal=False: every query sees all keys of its sequence"),
         Feature("window", "a query sees the last keys alone"),
@@ -216,8 +218,7 @@ SPEC = OpSpec(
         Clause(
             "AT-04",
             "sequences are apart",
-            "NaN and infinities in keys and values of another sequence, or in pages beyond a sequence's keys, "
-            "reach no query",
+            "keys and values of another sequence, or in pages beyond a sequence's keys, change no bit, however large",
             "law",
         ),
         Clause("AT-05", "later keys", "change no bit of a query before them, however large", "law"),
@@ -244,6 +245,7 @@ SPEC = OpSpec(
         ),
         Clause("AT-17", "capture", CAPTURABLE.text, "capture", "capturable"),
         Clause("AT-18", "the bound", "on keys changes no bit where it holds; a sequence beyond it gives NaN", "law"),
+        Clause("AT-19", "isolated", "NaN and infinities in the places of AT-04 reach no query", "law", "isolated"),
     ),
     tolerances=tuple(
         Tolerance(output, dtype, atol, rtol, source)

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from rlkernel_cuda.common import quantize_tokens
 from rlkernel_cuda.common.tiles import SINGLE, Tile
+from rlkernel_cuda.fa3 import finish_kernel
 from rlkernel_cuda.linear_logprob import row_kernels
 from rlkernel_cuda.linear_logprob.logits_kernel import GRAD, SAVE, STATS, logits_kernel
 
@@ -128,3 +129,11 @@ def builds() -> Iterator[Build]:
         coded,
         {"ROWS": 16, "COLUMNS": quantize_tokens.BLOCK, "CAST": True},
     )
+    finished = {
+        **dict.fromkeys(("cu_q", "cu_k", "table"), "*i32"), "out": "*bf16", "by_head": "*fp32", "lse": "*fp32",
+        **dict.fromkeys(("T", "B", "P", "N", "most"), "i32"),
+    }  # fmt: skip
+    for paged, causal in product((False, True), (False, True)):
+        some = {"CAUSAL": causal, "PAGED": paged, "G": 128 if paged else 1}
+        sizes = {"Hq": 28, "D": 128, "HEADS": 32, "STEPS": 7, "ROWS": 16}
+        yield Build(finish_kernel.finish, f"finish {some}", finished, {**some, **sizes})

@@ -14,20 +14,21 @@ from rlkernel_core.gradients import Pair
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
-from rlkernel_cuda import backend, cublaslt, flashinfer
+from rlkernel_cuda import backend, cublaslt, fa3, flashinfer
 
 HERE = Path(__file__).parents[1]
-IMPLS = (*backend.impls, *cublaslt.backend.impls, *flashinfer.backend.impls)
+LIBRARIES = (cublaslt.backend, fa3.backend, flashinfer.backend)
+IMPLS = tuple(impl for one in (backend, *LIBRARIES) for impl in one.impls)
 
 
 def test_the_entry_point_names_the_backend() -> None:
     points = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]["entry-points"]["rlkernel.backends"]
-    libraries = {b.name: f"rlkernel_cuda.{b.name}:backend" for b in (cublaslt.backend, flashinfer.backend)}
+    libraries = {b.name: f"rlkernel_cuda.{b.name}:backend" for b in LIBRARIES}
     assert points == {backend.name: "rlkernel_cuda:backend", **libraries}
 
 
 def test_importing_claims_loads_neither_torch_nor_triton() -> None:
-    modules = "rlkernel_cuda, rlkernel_cuda.cublaslt, rlkernel_cuda.flashinfer"
+    modules = "rlkernel_cuda, rlkernel_cuda.cublaslt, rlkernel_cuda.fa3, rlkernel_cuda.flashinfer"
     code = f"import sys, {modules}; print({{'torch', 'triton', 'rlkernel_triton'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=HERE)
     assert done.stdout.strip() == "set()"

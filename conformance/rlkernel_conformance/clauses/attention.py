@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from rlkernel_conformance import draw
@@ -22,6 +23,7 @@ from rlkernel_conformance.attention_calls import (
     in_rows,
     offsets,
     small,
+    taken_pages,
 )
 from rlkernel_conformance.call_checks import same_results
 from rlkernel_conformance.clauses.derived_attacks import derive
@@ -48,6 +50,8 @@ def judged(subject: Subject, given: Mapping[str, Any]) -> Any:
         Attend(((1, 700), (2, 64)), (8, 2), 128, 2, "bfloat16", page=16, window=130),
         Attend(((100, 100), (30, 30)), (4, 1), 64, 3, "float16", softcap=50.0, sinks=True),
         Attend(((9, 9),), (2, 2), 256, 4, "bfloat16"),
+        Attend(((40, 300), (1, 129)), (4, 1), 128, 5, "bfloat16", page=128),  # of whole tiles
+        Attend(((40, 300),), (2, 1), 64, 6, "bfloat16", page=384, causal=False),
     ),
 )
 def the_definition_in_float64(subject: Subject, case: Attend) -> None:
@@ -81,12 +85,29 @@ def no_key_gives_nothing(subject: Subject, case: Attend) -> None:
         same_bits("gradient of q", grad[lonely], torch.zeros_like(grad[lonely]), "of queries without keys")
 
 
-@attack("AT-04", lambda s: cases(s).map(lambda c: replace(c, lengths=((3, 5), (2, 70), (4, 4)), sinks=False)))
+def neighbors(subject: Subject) -> st.SearchStrategy[Attend]:
+    """Three sequences in the first claimed dtype."""
+    lengths, dtype = ((3, 5), (2, 70), (4, 4)), subject.dtypes[0]
+    return cases(subject).map(lambda c: replace(c, lengths=lengths, dtype=dtype, sinks=False))
+
+
+@attack("AT-04", neighbors)
 def sequences_are_apart(subject: Subject, case: Attend) -> None:
-    """NaN and infinities in all that the second sequence has; in pages, also behind the last key of each."""
-    rows = replace(case, page=0, dtype=subject.dtypes[0]).arguments(subject)
+    """Beside the largest numbers."""
+    _stay_beside(subject, case, torch.finfo(getattr(torch, case.dtype)).max)
+
+
+@attack("AT-19", neighbors)
+def sequences_are_isolated(subject: Subject, case: Attend) -> None:
+    """Beside NaN and infinities."""
+    _stay_beside(subject, case, torch.nan, torch.inf)
+
+
+def _stay_beside(subject: Subject, case: Attend, *values: float) -> None:
+    """Queries of the others, with a value in all of the second sequence; in pages, behind the last keys of each too."""
+    rows = replace(case, page=0).arguments(subject)
     poisoned = {n: rows[n].clone() for n in ("q", "k", "v")}
-    for value in (torch.nan, torch.inf):
+    for value in values:
         poisoned["q"][3:5] = poisoned["k"][5:75] = poisoned["v"][5:75] = value
         others = [0, 1, 2, 5, 6, 7, 8]
         for page in {0, case.page if "paged" in subject.claims else 0}:
@@ -116,10 +137,10 @@ def later_keys_change_nothing(subject: Subject, case: Attend) -> None:
 
 @attack("AT-06", in_rows)
 def pages_are_rows_in_another_place(subject: Subject, case: Attend) -> None:
-    """Pages of one key, of a few, of more than there are; int64 tables."""
+    """Pages of one key, of a few, of more than there are, or of whole tiles; int64 tables."""
     given = case.arguments(subject)
     want = subject(**given)
-    for page in (1, 4, 16, 100):
+    for page in taken_pages(subject, given, (1, 4, 16, 100), (128, 384)):
         paged = in_pages(given, page, case.seed)
         for kind in (torch.int32, torch.int64):
             paged |= {n: paged[n].to(kind) for n in ("page_table", "seqused_k", "cu_q")}
@@ -131,11 +152,14 @@ def pages_are_rows_in_another_place(subject: Subject, case: Attend) -> None:
 @attack("AT-07", small)
 def a_page_that_is_none_is_nan(subject: Subject, case: Attend) -> None:
     """Beyond the pages, and negative; queries that do not see it stay."""
-    paged = in_pages(replace(case, lengths=((5, 5), (2, 4)), causal=True, window=None).arguments(subject), 2, case.seed)
+    case = replace(case, causal=True, window=None)
+    (G,) = taken_pages(subject, replace(case, lengths=((1, 1),)).arguments(subject), (2,), (256,))
+    given = replace(case, lengths=((5, G + 3), (2, 2 * G))).arguments(subject)
+    paged = in_pages(given, G, case.seed)
     want = subject(**paged)
     for page in (paged["k"].shape[0], -1, 2**30):
         table = paged["page_table"].clone()
-        table[0, 1] = page  # keys 2 and 3 of the first sequence
+        table[0, 1] = page  # keys from G on of the first sequence
         made = subject(**{**paged, "page_table": table})
         seen, others = [2, 3, 4], [0, 1, 5, 6]
         require(bool(made.out[seen].isnan().all()), f"queries that see page {page} get numbers")
@@ -225,6 +249,8 @@ def no_queries_give_empty_results(subject: Subject, case: Attend) -> None:
         Attend(((80, 1080),), (2, 1), 16, 1, page=16),
         Attend(((130, 130),), (8, 2), 128, 2, "bfloat16", page=16),
         Attend(((129, 129),), (2, 2), 64, 3, "float16", window=70, sinks=True),
+        Attend(((70, 300),), (8, 2), 128, 4, "bfloat16", page=128),
+        Attend(((70, 260),), (7, 1), 64, 5, "bfloat16", page=256),
     ),
 )
 def a_query_is_the_same_everywhere(subject: Subject, case: Attend) -> None:

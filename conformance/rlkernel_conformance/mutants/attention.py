@@ -38,18 +38,17 @@ def aligned_to_the_start(right: Run, call: AttentionCall) -> AttentionResult:
     return right(replace(call, seqused_k=torch.minimum(keys, queries).to(call.seqused_k.dtype)))  # type: ignore[union-attr]
 
 
-def neighbors_reach(right: Run, call: AttentionCall) -> AttentionResult:
-    """Values beyond a sequence are multiplied by 0."""
-    out = right(call)
-    poison = 0.0 * call.v.detach().sum()
-    return replace(out, out=out.out + poison.to(out.out.dtype))
+def neighbors_weigh(weight: float, *, pages_alone: bool = False) -> Callable[[Run, AttentionCall], AttentionResult]:
+    """Values beyond a sequence, or beyond its keys in a page, are multiplied by a weight and added."""
 
+    def how(right: Run, call: AttentionCall) -> AttentionResult:
+        out = right(call)
+        if pages_alone and call.page_table is None:
+            return out
+        share = weight * call.v.detach().double().sum()
+        return replace(out, out=out.out + share.to(out.out.dtype))
 
-def the_last_page_is_whole(right: Run, call: AttentionCall) -> AttentionResult:
-    """Keys of a page beyond those of its sequence are multiplied by 0."""
-    if call.page_table is None:
-        return right(call)
-    return neighbors_reach(right, call)
+    return how
 
 
 def bad_pages_are_the_first(call: AttentionCall) -> Tensor | None:
@@ -159,8 +158,14 @@ BUGS: Final = {
         plant.returns(out=lambda _, out: plant.lower(out.out)),
     ),
     "no_key_is_nan": Bug("AT-03", "0 / 0 where no key is seen (RL.cu)", plant.returns(out=empty_is_nan)),
-    "neighbors_times_zero": Bug("AT-04", "values of other sequences multiplied by 0", neighbors_reach),
-    "whole_pages_times_zero": Bug("AT-04", "values behind the last key multiplied by 0", the_last_page_is_whole),
+    "neighbors_weigh": Bug("AT-04", "values of other sequences have a weight", neighbors_weigh(2.0**-80)),
+    "whole_pages_weigh": Bug(
+        "AT-04", "values behind the last key have a weight", neighbors_weigh(2.0**-80, pages_alone=True)
+    ),
+    "neighbors_times_zero": Bug("AT-19", "values of other sequences multiplied by 0", neighbors_weigh(0.0)),
+    "whole_pages_times_zero": Bug(
+        "AT-19", "values behind the last key multiplied by 0", neighbors_weigh(0.0, pages_alone=True)
+    ),
     "later_keys_count": Bug("AT-05", "a maximum over masked scores too", plant.returns(out=all_keys_share)),
     "pages_in_order": Bug("AT-06", "pages are taken in ascending order", plant.given(page_table=pages_in_order)),
     "a_bad_page_is_the_first": Bug(
