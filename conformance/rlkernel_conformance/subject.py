@@ -85,6 +85,7 @@ class Subject:
     op: str  # operator name
     device: str = "cpu"
     check: str | None = None  # "module:function" in place of the operator's check; None: the operator's
+    need: tuple[str, ...] = ()  # features that the policy needs, where not every implementation claims them
     measures: dict[str, float] = field(default_factory=dict, compare=False)  # worst error over tolerance, by output
     called: list[str] = field(default_factory=list, compare=False)  # the last call, in words
 
@@ -101,11 +102,12 @@ class Subject:
 
     @property
     def impls(self) -> tuple[Impl, ...]:
-        """The backend's implementations of the operator that claim the device and have the packages that they need."""
+        """The backend's implementations that claim the device and what is needed, and have the packages they need."""
         manifest = policy.installed()[self.backend].manifest
         found = manifest.of(self.spec.id) if manifest else ()
         kind = self.device.partition(":")[0]
-        return tuple(i for i in found if resolve.claims(i.requires.device, kind) and _installed(i.requires.packages))
+        there = (i for i in found if resolve.claims(i.requires.device, kind) and _installed(i.requires.packages))
+        return tuple(i for i in there if i.supports.issuperset(self.need))
 
     @property
     def claims(self) -> frozenset[str]:
@@ -210,5 +212,5 @@ class Subject:
         """
         if not self.impls:
             raise ResolutionError(f"{self.backend} implements no {self.spec.id} for {self.device}")
-        with rlkernel.use(self.backend, fallback="error", need=()):  # a report is what the policy may need
+        with rlkernel.use(self.backend, fallback="error", need=self.need):  # a report is what the policy may need
             yield

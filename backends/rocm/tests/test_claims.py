@@ -15,7 +15,7 @@ from rlkernel_core.errors import RLKernelError
 from rlkernel_rocm import backend
 from rlkernel_rocm.architectures import ARCHITECTURES, base, spelled
 from rlkernel_rocm.self_test import inspect
-from rlkernel_triton.interpreted import backend as interpreted
+from rlkernel_triton.claims import manifest as portable
 
 HERE = Path(__file__).parents[1]
 SIMULATED = ("gfx90a", "gfx942", "gfx950")
@@ -78,7 +78,7 @@ def test_the_simulated_backend_offers_every_kernel_of_the_portable_one(arch) -> 
     simulated = importlib.import_module(f"rlkernel_rocm.simulated.{arch}").backend
     assert simulated.name == f"simulated-{arch}"
     assert [(i.op, i.supports, i.check) for i in simulated.impls] == [
-        (i.op, i.supports, i.check) for i in interpreted.impls
+        (i.op, i.supports, i.check) for i in portable("interpreted", device="cpu", asked_for=False).impls
     ]
     assert {i.requires.device for i in simulated.impls} == {"cpu"}
 

@@ -114,17 +114,17 @@ def table() -> str:
         "run on AMD hardware",
     ]
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    for impl in portable.impls:
-        op = impl.op.partition("@")[0]
-        simulated = [_judged(f"rocm-simulated-{arch}", impl.op) for arch in SIMULATED]
-        real = [f"{p.name.removeprefix('rocm-')}" for p in REPORTS.glob("rocm-gfx*") if _judged(p.name, impl.op) != "-"]
+    for op_id in dict.fromkeys(impl.op for impl in portable.impls):
+        op = op_id.partition("@")[0]
+        simulated = [_judged(f"rocm-simulated-{arch}", op_id) for arch in SIMULATED]
+        real = [f"{p.name.removeprefix('rocm-')}" for p in REPORTS.glob("rocm-gfx*") if _judged(p.name, op_id) != "-"]
         cells = [
             f"`{OPERATORS[op].name}`",
             _interpreted(op),
             _compiled(op),
             *simulated,
-            _contract(impl.op),
-            _on_cuda(impl.op),
+            _contract(op_id),
+            _on_cuda(op_id),
             ", ".join(real) or "no",
         ]
         lines.append(f"| {' | '.join(cells)} |")

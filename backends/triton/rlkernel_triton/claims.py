@@ -85,7 +85,7 @@ CLAIMS: Final[Mapping[str, Claim]] = {
         gradient="rlkernel_triton.linear_divergence.launch:LinearDivergencePair",
     ),
     "sample": Claim("rlkernel_triton.sample.launch:prepare", prepared=True, sums="g64/s8/tree/f32"),
-    # Sums of 64 tokens, where linear_logprob sums tiles of a product in the order of their registers.
+    # Sums of 64 tokens, where linear_logprob sums tiles of a product in the order of their registers: ASKED_FOR.
     "lm_head_sample": Claim(
         "rlkernel_triton.lm_head_sample.launch:prepare",
         without=frozenset({"trainer_bits"}),
@@ -180,9 +180,20 @@ CLAIMS: Final[Mapping[str, Claim]] = {
     ),
 }
 
+# Operators with another implementation, of a lower preference, for calls that need a feature which costs something.
+ASKED_FOR: Final[Mapping[str, Claim]] = {
+    "lm_head_sample": Claim(
+        "rlkernel_triton.lm_head_sample.launch:prepare_trainer_bits",
+        without=frozenset({"quantized"}),  # which of its rows would be decoded again, the device alone knows
+        prepared=True,
+    ),
+}
 
-def manifest(name: str, device: str, arch: tuple[str, ...] = (), arch_excluded: tuple[str, ...] = ()) -> Backend:
-    """A backend that offers every claim on one kind of device."""
+
+def manifest(
+    name: str, device: str, arch: tuple[str, ...] = (), arch_excluded: tuple[str, ...] = (), *, asked_for: bool = True
+) -> Backend:
+    """A backend that offers every claim on one kind of device; those of `ASKED_FOR`, if wanted, behind the others."""
 
     def impl(op: str, claim: Claim) -> Impl:
         spec: Any = OPERATORS[op]
@@ -200,5 +211,6 @@ def manifest(name: str, device: str, arch: tuple[str, ...] = (), arch_excluded: 
             check=claim.check,
         )
 
-    offered = {op: claim for op, claim in CLAIMS.items() if claim.kernels or device != "cpu"}
-    return Backend(name=name, api=API_VERSION, impls=tuple(impl(op, claim) for op, claim in offered.items()))
+    offered = [(op, claim) for op, claim in CLAIMS.items() if claim.kernels or device != "cpu"]
+    offered += ASKED_FOR.items() if asked_for else ()
+    return Backend(name=name, api=API_VERSION, impls=tuple(impl(op, claim) for op, claim in offered))

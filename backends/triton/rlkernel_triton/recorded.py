@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rlkernel_core.spec import OPERATORS
-from rlkernel_triton.claims import CLAIMS
+from rlkernel_triton.claims import ASKED_FOR, CLAIMS
 from rlkernel_triton.launchers import Build, Recorder, planning_for, using
 from rlkernel_triton.prepared import named
 from rlkernel_triton.workloads import WORKLOADS, Workload
@@ -56,14 +56,14 @@ def run_workload(op: str, workload: Workload) -> None:
     call = OPERATORS[op].call(**workload.arguments)
     if (check := OPERATORS[op].check) is not None:
         check(call)
-    result = _implementation(op)(call)
+    result = _implementation(op, asked_for=workload.asked_for)(call)
     if workload.upstream:
         roots = [getattr(result, name) if name else result for name in workload.upstream]
         inputs = [x for x in workload.arguments.values() if isinstance(x, torch.Tensor) and x.requires_grad]
         torch.autograd.grad(roots, inputs, [torch.ones_like(x) for x in roots])
 
 
-def _implementation(op: str) -> Any:
-    claim = CLAIMS[op]
+def _implementation(op: str, *, asked_for: bool) -> Any:
+    claim = (ASKED_FOR if asked_for else CLAIMS)[op]
     found = named(claim.target)
     return (lambda call: found(call)(call)) if claim.prepared else found

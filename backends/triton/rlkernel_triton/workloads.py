@@ -34,6 +34,7 @@ class Workload:
 
     arguments: Mapping[str, Any]  # of the operator
     upstream: tuple[str, ...] = ()  # fields of the result, "": itself; none: forward alone
+    asked_for: bool = False  # of the implementation in `claims.ASKED_FOR`
 
 
 def _real(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> Tensor:
@@ -378,10 +379,10 @@ _LINEAR_DIVERGENCE: Final = {
 _LINEAR_LOSS: Final = {"grpo, packed": _head_loss("grpo"), "gspo, packed, blocks": _head_loss("gspo", entropy=False)}
 
 
-def _drawn(B: int, dtype: torch.dtype = BF16, **more: Any) -> Workload:
+def _drawn(B: int, dtype: torch.dtype = BF16, *, asked_for: bool = False, **more: Any) -> Workload:
     drawn = {"temperature": _real(B), "seed": _whole(B), "step": _whole(B)}
     given = {"hidden": _real(B, _D, dtype=dtype), "weight": _real(_DRAWN, _D, dtype=dtype)}
-    return Workload({**given, **drawn, **more})
+    return Workload({**given, **drawn, **more}, asked_for=asked_for)
 
 
 def _allowed(B: int) -> Tensor:
@@ -423,6 +424,15 @@ _HEAD_SAMPLE: Final = {
         _FEW, hidden=_real(_FEW, 4112, dtype=BF16), weight=_weight("nf4", _DRAWN, 4112, double_quant=True)
     ),
     "fp32, int4_g128 head": _drawn(_FEW, FP32, weight=_weight("int4_g128", _DRAWN, _D)),
+    "bf16, trainer bits": _drawn(_MANY_ROWS, asked_for=True),
+    "bf16, trainer bits, everything": _drawn(
+        _MANY_ROWS, bias=_real(_DRAWN, dtype=BF16), softcap=30.0, lora=_lora(_DRAWN, BF16), slot=_whole(_MANY_ROWS),
+        raw_logprob=True, asked_for=True,
+    ),
+    "bf16, trainer bits, masked": _drawn(
+        _MANY_ROWS, allowed=_allowed(_MANY_ROWS), raw_logprob=True, asked_for=True
+    ),
+    "fp32, trainer bits": _drawn(_MANY_ROWS, FP32, raw_logprob=True, asked_for=True),
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 from rlkernel_triton import backend
-from rlkernel_triton.claims import CLAIMS
+from rlkernel_triton.claims import ASKED_FOR, CLAIMS
 from rlkernel_triton.interpreted import backend as interpreted
 
 HERE = Path(__file__).parents[1]
@@ -18,9 +18,9 @@ def test_the_entry_point_names_the_backend() -> None:
 
 
 def test_the_interpreter_offers_the_same_kernels_on_the_cpu() -> None:
-    kernels = [claim.target for claim in CLAIMS.values() if claim.kernels]
+    kernels = [claim.target for claim in (*CLAIMS.values(), *ASKED_FOR.values()) if claim.kernels]
     assert kernels == [i.target for i in interpreted.impls]
-    assert [claim.target for claim in CLAIMS.values()] == [i.target for i in backend.impls]
+    assert [claim.target for claim in (*CLAIMS.values(), *ASKED_FOR.values())] == [i.target for i in backend.impls]
     assert {i.requires.device for i in backend.impls} <= {"cuda"}
     assert {i.requires.device for i in interpreted.impls} <= {"cpu"}
 

@@ -9,11 +9,12 @@ import torch
 from hypothesis import strategies as st
 
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.clauses.lm_heads import SCALE, Heads, heads
+from rlkernel_conformance.clauses.lm_heads import SCALE, Heads, as_defined, heads
 from rlkernel_conformance.clauses.quantized_heads import stored
 from rlkernel_conformance.compare import require, same_bits
 from rlkernel_conformance.sampling_batches import to
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.spec.lm_head_sample import TRAINER_BITS
 from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_core.spec.sampling import SampleResult, Status
 
@@ -39,17 +40,23 @@ def head_of(case: Heads, common: frozenset[str]) -> dict[str, Any]:
 
 @attack("LH-25", kinds, scale=SCALE, examples=(Heads(4, V=2500), Heads(0, V=9000, filters=True)))
 def a_draw_states_what_the_trainer_computes(subject: Subject, case: Heads) -> None:
-    """Under every law, temperatures in a tensor or a number: the bits of linear_logprob, of the same backend."""
-    trainer = replace(subject, op="linear_logprob", check=None)
+    """Under every law, temperatures in a tensor or a number: the bits of linear_logprob, of the same backend.
+
+    Where a backend has an implementation of its own for this feature, its draws are those of the definition.
+    """
+    trainer, asked = replace(subject, op="linear_logprob", check=None), replace(subject, need=(TRAINER_BITS.name,))
     if case.dtype not in trainer.dtypes:
         return
-    head = to(subject.device, head_of(case, subject.claims & trainer.claims))
+    head = to(subject.device, head_of(case, asked.claims & trainer.claims))
     made = case.operands(subject)
     given = {**made.arguments(subject), **head}
     if case.seed % 3 == 2:
         given["temperature"] = 0.7
-    raw = {"raw_logprob": True} if "raw_logprob" in subject.claims else {}
-    out: SampleResult = subject(**given, **raw)
+    raw = {"raw_logprob": True} if "raw_logprob" in asked.claims else {}
+    with asked.chosen():
+        out: SampleResult = asked(**given, **raw)
+        if asked.impls != subject.impls:
+            as_defined(asked, made)
     T = torch.as_tensor(given["temperature"], device=subject.device).expand(len(out.token))
     at = ((T > 0) & (out.status & ~Status.FALLBACK == 0)).nonzero()[:, 0]
     of_head = {"hidden": given["hidden"][at].contiguous(), "weight": given["weight"], "ids": out.token[at]} | head

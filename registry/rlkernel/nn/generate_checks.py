@@ -13,7 +13,7 @@ from torch import Tensor
 
 import rlkernel as rlk
 from rlkernel.integrations.transformers_exact import NAME
-from rlkernel.nn.paged_decoder import SCORES, Draws, Runs, head_of, scored_at
+from rlkernel.nn.paged_decoder import SCORES, STATING, Draws, Runs, head_of, scored_at
 from rlkernel_core import checks
 from rlkernel_core.decision import Decision
 from rlkernel_core.errors import ArgumentError, ArgumentTypeError, HostError
@@ -177,10 +177,11 @@ def check_draws(model: Any, draws: Draws, seeds: Tensor) -> Runs:
     op = SCORES[draws.score]
     drawn = one_order(op, given, drawing)
     scored = one_order(draws.score, (*given, seeds), {**law, "temperature": temperature}, trainer=True)
-    stating = rlk.explain(op, *given, **drawing, need=["batch_invariant", "trainer_bits"]).decision
+    states = rlk.explain(op, *given, **drawing, need=STATING).decision
     # A greedy row has a law of one token, and is scored at temperature 1.
     hot = not isinstance(draws.temperature, Tensor) and draws.temperature > 0
-    return Runs(drawn.target, scored.target, hot and drawn.backend == scored.backend and stating.target == drawn.target)
+    stated = hot and states.backend == drawn.backend == scored.backend
+    return Runs(states.target if stated else drawn.target, scored.target, stated)
 
 
 def one_order(op: str, given: tuple[Any, ...], more: Mapping[str, Any], *, trainer: bool = False) -> Decision:

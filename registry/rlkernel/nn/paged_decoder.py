@@ -6,6 +6,7 @@ Legend: B rows · N tokens of a step, of all rows · G keys of a page · P pages
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
@@ -17,9 +18,11 @@ from rlkernel.integrations import peft_lora
 from rlkernel.integrations.transformers_pages import cache_argument, paged_cache
 from rlkernel.nn.linear import QuantLinear
 from rlkernel.nn.page_plan import PagePlan
+from rlkernel.policy import current
 from rlkernel_core.errors import HostError
 from rlkernel_core.spec.sampling import Status
 
+STATING: Final = ("batch_invariant", "trainer_bits")  # what such a draw needs
 SCORES: Final = {"linear_logprob": "lm_head_sample", "logprob": "sample"}  # what scores -> what draws
 
 
@@ -137,7 +140,9 @@ class Decoder:
         else:
             given, law = (self.model(**told, **places, logits_to_keep=last).logits[0],), {}
         # What has keys now stands before the token: its place in the sequence, as in every host.
-        draw = getattr(rlk, SCORES[self.draws.score])(*given, **law, **self.params, seed=self.seed, step=self.used)
+        op = SCORES[self.draws.score]
+        with stating(op) if self.ran.stated else nullcontext():
+            draw = getattr(rlk, op)(*given, **law, **self.params, seed=self.seed, step=self.used)
         if self.ran.stated:
             sound = (draw.status & ~Status.FALLBACK) == 0  # beside NaN and +inf a score is NaN
             logprob = torch.where(sound, draw.logprob + draw.log_kept_mass, torch.nan)
@@ -195,6 +200,12 @@ def head_of(model: Any, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
     weight = rlk.dequantize(head.weight, dtype=dtype) if isinstance(head, QuantLinear) else head.weight
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     return weight, {"bias": getattr(head, "bias", None), "softcap": softcap}
+
+
+def stating(op: str) -> AbstractContextManager[Any]:
+    """The scope in which an operator draws by what states the bits of the score, and whatever else is needed."""
+    need = {*current().policy.of(op).need, *STATING}
+    return rlk.use(**{op: {"need": sorted(need)}})  # type: ignore[arg-type]  # a name among them is an operator's
 
 
 def scored_at(temperature: float | Tensor) -> float | Tensor:

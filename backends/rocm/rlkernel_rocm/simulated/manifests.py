@@ -1,4 +1,4 @@
-"""Manifests of the simulated backends: every claim of the Triton kernels, on CPU tensors.
+"""Manifests of the simulated backends: every claim of the Triton kernels that need not ask for it, on CPU tensors.
 
 Claims only; importing this loads neither torch nor Triton.
 """
@@ -13,7 +13,7 @@ _NEEDED = ("triton>=3.6", "numpy")
 
 def manifest(arch: str) -> Backend:
     """The backend `simulated-<arch>`, whose implementations stand in `rlkernel_rocm.simulated.<arch>`."""
-    portable = claims(f"simulated-{arch}", device="cpu")
+    portable = claims(f"simulated-{arch}", device="cpu", asked_for=False)
     impls = tuple(
         impl.model_copy(
             update={

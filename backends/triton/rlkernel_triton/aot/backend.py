@@ -40,7 +40,7 @@ def folder() -> Path:
 
 def manifest(name: str, module: str, arch: tuple[str, ...]) -> Backend:
     """A manifest over bundles: `module:logprob` prepares calls of a shape, `module:logprob_fits` is its check."""
-    whole = portable_manifest(name, device="cuda", arch=arch)
+    whole = portable_manifest(name, device="cuda", arch=arch, asked_for=False)
     impls = [
         impl.model_copy(
             update={"target": f"{module}:{op}", "prepared": True, "gradient": None, "check": f"{module}:{op}_fits"}

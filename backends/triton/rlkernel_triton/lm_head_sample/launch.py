@@ -7,6 +7,8 @@ for, the logits are stored and go through sample.
 
 The codes of a quantized head are decoded inside its product: `decoded_logits`.
 
+`prepare_trainer_bits` draws alike from logits that linear_logprob's tiles leave, and states its numbers: `trainer_head`.
+
 Few rows and many rows have products of two shapes where these were seen to give the same bits (sm90), of one shape
 elsewhere, and every sum is over 64 tokens that no cut moves: a row's bits depend on the row alone.
 
@@ -24,28 +26,23 @@ import torch
 from torch import Tensor
 
 from rlkernel_common.requests import decode, edit
-from rlkernel_core.quant.tensor import QuantTensor
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.lm_head_sample import LmHeadSampleCall
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_core.spec.sampling import SampleResult
-from rlkernel_triton.common.device import on_nvidia, takes_tma
-from rlkernel_triton.common.host import INTERPRETED
+from rlkernel_triton.common.device import on_nvidia
 from rlkernel_triton.common.language import triton
-from rlkernel_triton.common.matmul_tiles import OPERAND_TYPES, Tile, tile_of
 from rlkernel_triton.common.sampling_arguments import as_int64, each_of, flat
-from rlkernel_triton.launchers import Launch, Launcher, launcher_for, plain_launcher_for, planned_target
-from rlkernel_triton.linear_logprob.head_rows import head_like, unread
-from rlkernel_triton.linear_logprob.low_rank import InnerProduct, strides
-from rlkernel_triton.lm_head_sample import decoded_logits, kernels
-from rlkernel_triton.quant.layouts import check_layout
+from rlkernel_triton.launchers import Launch, Launcher, launcher_for
+from rlkernel_triton.linear_logprob.head_rows import unread
+from rlkernel_triton.lm_head_sample import kernels
+from rlkernel_triton.lm_head_sample.head import Head, Operands
+from rlkernel_triton.lm_head_sample.trainer_head import TrainerHead
 from rlkernel_triton.sample.launch import prepare as prepare_sample
 
 TILE: Final = 128  # tokens of which an edited slab is a multiple
-FEW: Final = 64  # rows for which a product is memory-bound
 ROOM: Final = 1 << 23  # logits of an edited slab: 32 MiB, which stay in the cache of a large GPU
 WARPS: Final = 4
-COPIED: Final = 32  # rows from which on the copy engine brings operands: it took a fifth longer for one row
 
 
 def fits(call: LmHeadSampleCall) -> Reason | None:
@@ -60,15 +57,42 @@ def lm_head_sample(call: LmHeadSampleCall) -> SampleResult:
 
 def prepare(call: LmHeadSampleCall) -> Callable[[LmHeadSampleCall], SampleResult]:
     """What runs calls of this shape: rlkernel_core.spec.lm_head_sample.LmHeadSampleCall is the contract."""
-    N, V = call.hidden.shape[0], call.vocab_size or call.weight.shape[0]
-    launcher = launcher_for(call.hidden.device)
-    head = _Head(launcher, call, V)
+    head = Head(launcher_for(call.hidden.device), call, _vocabulary(call))
+    draw = _drawing(call, head)
+    return lambda call: draw(call, head.of(call))
+
+
+def prepare_trainer_bits(call: LmHeadSampleCall) -> Callable[[LmHeadSampleCall], SampleResult]:
+    """The same with `trainer_bits`, for stored heads: a draw states what linear_logprob@1 computes of its token.
+
+    The law of edited logits is none of linear_logprob's; the raw one is.
+    """
+    edited = not all(x is None for x in (call.penalties, call.logit_bias, call.banned, call.allowed))
+    if call.hidden.shape[0] == 0 or (edited and not call.raw_logprob):
+        return prepare(call)
+    head = TrainerHead(launcher_for(call.hidden.device), call, _vocabulary(call), law=not edited)
+    draw = _drawing(call, head)
+
+    def run(call: LmHeadSampleCall) -> SampleResult:
+        of = head.of(call)
+        return head.stated(of, draw(call, of))
+
+    return run
+
+
+def _vocabulary(call: LmHeadSampleCall) -> int:
+    return call.vocab_size or call.weight.shape[0]
+
+
+def _drawing(call: LmHeadSampleCall, head: Head) -> Callable[[LmHeadSampleCall, Operands], SampleResult]:
+    """What draws from the logits of a head, in calls of this shape."""
+    launcher, N, V = launcher_for(call.hidden.device), call.hidden.shape[0], head.V
     filtered = not (call.top_k is call.top_p is call.min_p is None)
     if filtered or call.top_n or call.rank or call.entropy or call.kept_capacity:
         drawing: list[Callable[[SampleCall], SampleResult]] = []  # one, made of the first logits
 
-        def of_logits(call: LmHeadSampleCall) -> SampleResult:
-            logits = head.logits(head.of(call), 0, V)
+        def of_logits(call: LmHeadSampleCall, of: Operands) -> SampleResult:
+            logits = head.logits(of, 0, V)
             drawn = SampleCall.of(call, logits=logits, bias=call.logit_bias, vocab_size=None)
             if not drawing:
                 drawing.append(prepare_sample(drawn))
@@ -76,19 +100,19 @@ def prepare(call: LmHeadSampleCall) -> Callable[[LmHeadSampleCall], SampleResult
 
         return of_logits
     if all(x is None for x in (call.penalties, call.logit_bias, call.banned)):
-        draw = _Draw(launcher, call, V, head.cuts(N), softcap=call.softcap, edited=False)
+        draw = _Draw(launcher, call, V, head.cuts(N), softcap=head.left_to_cap, edited=False)
         allowed_as_it_is = call.allowed is None or call.allowed.is_contiguous()
 
-        def over(call: LmHeadSampleCall) -> SampleResult:
+        def over(call: LmHeadSampleCall, of: Operands) -> SampleResult:
             allowed = call.allowed if allowed_as_it_is else call.allowed.contiguous()  # type: ignore[union-attr]
-            return draw.over(head, head.of(call), _DrawParams.of(call), allowed)
+            return draw.over(head, of, _DrawParams.of(call), allowed)
 
         return over
     cut = list(slabs(N, V))
     draw = _Draw(launcher, call, V, cut, softcap=None, edited=True)
 
-    def edited(call: LmHeadSampleCall) -> SampleResult:
-        params, of = _DrawParams.of(call), head.of(call)
+    def edited(call: LmHeadSampleCall, of: Operands) -> SampleResult:
+        params = _DrawParams.of(call)
         if N == 0:
             return draw.result(params, None, None)
         requests = decode(call, N, call.hidden.device, torch.float32, call.slot)
@@ -133,128 +157,12 @@ class _SlabStats(NamedTuple):
     blocks: Tensor  # 2 N P int32
 
 
-class _Operands(NamedTuple):
-    """The tensors of a call's logits."""
-
-    hidden: Tensor  # [N, D], D contiguous
-    weight: Tensor | QuantTensor  # [W, D]
-    bias: Tensor | None  # [W] contiguous
-    tma: tuple[Any, Any] | None  # hidden and weight for the copy engine
-    inner: Tensor | None  # [N, r] fp32 scale times hidden @ A.T
-    factor: Tensor | None  # [W, r] B of LoRA
-
-
 def slabs(N: int, V: int) -> Iterator[tuple[int, int]]:
     """(first, width) of the slabs: whole tiles, as many as there is room for, less than a quarter of the logits."""
     most = max(min(ROOM // max(N, 1), (V - 1) // 4) // TILE, 1)
     tiles = triton.cdiv(V, TILE)
     width = triton.cdiv(tiles, triton.cdiv(tiles, most)) * TILE  # of one size: a small last slab would cost a wave
     return ((first, min(width, V - first)) for first in range(0, V, width))
-
-
-class _Head:
-    """The logits of calls of one shape."""
-
-    def __init__(self, launcher: Launcher, call: LmHeadSampleCall, V: int) -> None:
-        hidden, head, bias = call.hidden, call.weight, call.bias
-        self._launcher, self.V, (self.N, self.D), self.device = launcher, V, hidden.shape, hidden.device
-        self._hidden_as_it_is = hidden.stride(1) == 1
-        self._bias_as_it_is = bias is None or bias.is_contiguous()
-        near = hidden if self._hidden_as_it_is else hidden.contiguous()
-        weight, quantized = head_like(hidden, head), not isinstance(head, Tensor)
-        kind = "small_m" if self.N <= FEW else "product"
-        many = self.N >= COPIED and not quantized
-        self._tma = many and takes_tma(near) and takes_tma(weight) and hidden.dtype == weight.dtype
-        self.tile = decoded_logits.TILE if quantized else tile_of(hidden, weight, f"tma {kind}" if self._tma else kind)
-        self._capped = self.tile if call.softcap is None or quantized else tile_of(hidden, weight, "stats+")
-        same = hidden.dtype == weight.dtype and not INTERPRETED  # the interpreter's 16-bit products are wrong
-        self._softcap, self._scale = call.softcap, float(call.logit_scale)
-        self._fixed: dict[str, Any] = {
-            "D": self.D, "x_stride": near.stride(0), "scale": self._scale, "softcap": call.softcap or 0.0,
-            "HAS_BIAS": bias is not None, "OPERAND": OPERAND_TYPES[hidden.dtype if same else torch.float32],
-            **strides(call.lora),
-        }  # fmt: skip
-        self._strides: dict[str, Any] = {"head_stride": weight.stride(0), "head_step": weight.stride(1)}
-        self._launches: dict[bool, Launch] = {}
-        self._decoded: dict[bool, Callable[..., None]] = {}
-        if not isinstance(head, Tensor):
-            check_layout("weight", head)
-        self._low_rank = strides(call.lora)
-        self._inner = None if call.lora is None else InnerProduct(launcher, near, call.lora, self.N)
-
-    def of(self, call: LmHeadSampleCall) -> _Operands:
-        """The operands of a call as the kernels read them."""
-        hidden = call.hidden if self._hidden_as_it_is else call.hidden.contiguous()
-        bias = call.bias if self._bias_as_it_is else call.bias.contiguous()  # type: ignore[union-attr]  # it is there
-        tma = None
-        if self._tma:
-            from triton.tools.tensor_descriptor import TensorDescriptor
-
-            tile = self.tile
-            tma = (
-                TensorDescriptor.from_tensor(hidden, [tile.BM, tile.BK]),
-                TensorDescriptor.from_tensor(call.weight[: self.V], [tile.BN, tile.BK]),  # type: ignore[index]  # stored
-            )
-        inner, factor, lora = None, None, call.lora
-        if lora is not None and self._inner is not None:
-            inner, factor = self._inner(hidden, lora), lora.B
-        return _Operands(hidden, call.weight, bias, tma, inner, factor)
-
-    def logits(self, of: _Operands, first: int, width: int, out: Tensor | None = None, *, cap: bool = True) -> Tensor:
-        """[N, width] fp32, written to `out` if it is given; without the softcap unless `cap`."""
-        if out is None:
-            out = torch.empty(self.N, width, dtype=torch.float32, device=self.device)
-        if self.N == 0:
-            return out
-        has_cap = cap and self._softcap is not None
-        tile = self._capped if has_cap else self.tile
-        grid = (triton.cdiv(self.N, tile.BM) * triton.cdiv(width, tile.BN), 1, 1)
-        if of.tma is not None and not has_cap:
-            # Through Triton, which makes the copy engine's descriptors of what is passed.
-            tma = plain_launcher_for(self.device).bind(
-                kernels.head_logits_tma, num_warps=tile.num_warps, num_stages=tile.num_stages, n=self.N, D=self.D,
-                scale=self._scale, HAS_BIAS=of.bias is not None, **self._low_rank, BM=tile.BM, BN=tile.BN,
-                BK=tile.BK, GROUP=tile.GROUP,
-            )  # fmt: skip
-            tma(grid, *of.tma, of.bias, of.inner, of.factor, out, first, width)
-            return out
-        weight, bias, factor = of.weight, of.bias, of.factor
-        if not isinstance(weight, Tensor):
-            write = self._decoded.get(has_cap)
-            if write is None:
-                write = self._decoded[has_cap] = decoded_logits.bind_decoded_logits(
-                    self._launcher, weight, self.N, HAS_CAP=has_cap, **self._fixed
-                )
-            write(of.hidden, weight, bias, (of.inner, factor), out, first, width)
-            return out
-        if first:
-            weight, bias, factor = weight[first:], *(None if x is None else x[first:] for x in (bias, factor))
-        launch = self._launches.get(has_cap)
-        if launch is None:
-            launch = self._launches[has_cap] = self._launcher.bind(
-                kernels.head_logits, num_warps=tile.num_warps, num_stages=tile.num_stages, HAS_CAP=has_cap, BM=tile.BM,
-                BN=tile.BN, BK=tile.BK, GROUP=tile.GROUP, n=self.N, **self._strides, **self._fixed,
-            )  # fmt: skip
-        launch(grid, of.hidden, weight, bias, of.inner, factor, out, width)
-        return out
-
-    def cuts(self, N: int) -> list[tuple[int, int]]:
-        """(first, width) of the slabs that are drawn from as they are.
-
-        As many tiles as run at a time, or what takes their memory where rows are few: two slabs take the same however
-        many rows there are.
-        """
-        if N == 0:
-            return []
-        columns = max(_at_a_time(self.device, self.tile, N) // triton.cdiv(N, self.tile.BM), 1) * self.tile.BN
-        block, group = kernels.BLOCK.value, kernels.GROUP.value
-        if columns >= block:
-            columns -= columns % block  # no piece is begun for a rest
-        else:  # so many rows that a slab would be less than what a draw looks at together
-            columns = max(columns, min(block, self.V // 8) // group * group)
-        if N <= FEW and 2 * columns >= self.V:  # two slabs would hold the whole head
-            columns = self.V
-        return [(first, min(columns, self.V - first)) for first in range(0, self.V, columns)]
 
 
 class _Draw:
@@ -314,7 +222,7 @@ class _Draw:
         ).unsafe_split_with_sizes([*self._sizes, more])  # fmt: skip
         return _SlabStats(groups, raw_groups if self.raw else groups, blocks.view(torch.int32)), rest
 
-    def over(self, head: _Head, of: _Operands, params: _DrawParams, allowed: Tensor | None) -> SampleResult:
+    def over(self, head: Head, of: Operands, params: _DrawParams, allowed: Tensor | None) -> SampleResult:
         """The draw from the whole vocabulary.
 
         One slab is multiplied in a stream of its own while the one before is drawn from.
@@ -419,17 +327,3 @@ class _SideStream:
 
 
 _SIDES: Final[dict[tuple[int, int], torch.cuda.Stream]] = {}
-
-
-def _at_a_time(device: torch.device, tile: Tile, N: int) -> int:
-    """Tiles of a slab: programs of a product that run at a time, more of them the fewer rows there are.
-
-    One in the interpreter.
-    """
-    if (target := planned_target()) is not None:
-        multiprocessors = target.planned
-    elif device.type == "cuda":
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    else:
-        return 1
-    return multiprocessors * (1 if tile.num_warps > 4 else 2) * max(FEW // N, 1)

@@ -179,7 +179,7 @@ def test_slabs_are_as_wide_as_the_planned_gpu_multiplies_at_a_time():
     for target in ("sm_87", "sm_90"):
         given = draws(100)
         with planning_for(target), using(Recorder()):
-            head = lm_head_sample._Head(lm_head_sample.launcher_for(given.hidden.device), given, 1 << 20)
+            head = lm_head_sample.Head(lm_head_sample.launcher_for(given.hidden.device), given, 1 << 20)
             widths[target] = head.cuts(100)[0][1]
     assert widths == {"sm_87": 2048, "sm_90": 32768}
 
