@@ -94,7 +94,9 @@ class TrainerHead(Head):
         if out is None:
             out = torch.empty(self.N, width, dtype=torch.float32, device=self.device)
         BM, BN = self.tile.BM, self.tile.BN
-        tiles = [v // self.piece * triton.cdiv(self.piece, BN) + v % self.piece // BN for v in (first, first + width - 1)]
+        tiles = [
+            v // self.piece * triton.cdiv(self.piece, BN) + v % self.piece // BN for v in (first, first + width - 1)
+        ]
         grid = (triton.cdiv(self.N, BM) * (tiles[1] - tiles[0] + 1), 1, 1)
         self._slab(
             grid, of.hidden, of.weight, of.bias, of.inner, of.factor, *self._given_T(of), out, *self._sums(of), first,
@@ -105,21 +107,25 @@ class TrainerHead(Head):
     def stated(self, of: Operands, result: SampleResult) -> SampleResult:
         """A draw from these logits, which states what linear_logprob computes of its tokens."""
         token, counts = result.token, result.kept_count
-        self._drawn(
-            (self.N, 1, 1), of.hidden, of.weight, of.bias, of.inner, of.factor, token, counts, *self._given_T(of),
-            *self._sums(of),
-        )  # fmt: skip
-        sums = list(of.sums)  # type: ignore[arg-type]  # `of` made them
-        raw = self._logprob(sums.pop(), token, 1.0, None) if self._raw else None
-        law = self._logprob(sums.pop(), token, self._T, of.T) if self._law else None
+        self.sum_drawn_tiles(of, token, counts)
+        law_sums, raw_sums = self._sums(of)
+        law = self.logprob(law_sums, token, self._T, of.T) if self._law else None
+        raw = self.logprob(raw_sums, token, 1.0, None) if self._raw else None
         self._state(
             (triton.cdiv(self.N, STATED), 1, 1), law, raw, counts, result.logprob, result.log_kept_mass,
             result.raw_logprob,
         )  # fmt: skip
         return result
 
-    def _logprob(self, sums: Tensor, token: Tensor, number: float | None, T: Tensor | None) -> Tensor:
-        """[N] of the drawn tokens, at one temperature or one a row, as linear_logprob merges the sums."""
+    def sum_drawn_tiles(self, of: Operands, token: Tensor, counts: Tensor) -> None:
+        """Take the tokens [N] of rows whose counts are not 0 out of the sums of their tiles."""
+        self._drawn(
+            (self.N, 1, 1), of.hidden, of.weight, of.bias, of.inner, of.factor, token, counts, *self._given_T(of),
+            *self._sums(of),
+        )  # fmt: skip
+
+    def logprob(self, sums: Tensor, token: Tensor, number: float | None, T: Tensor | None) -> Tensor:
+        """[N] of drawn tokens, as linear_logprob merges sums [3, N, P]: at temperature `number`, or where None at T."""
         size = (SUMS + 1) * self.N * self.pieces  # a plane more, for a moment that nobody asks for
         merged = torch.empty(size + SAVED_PLANES * self.N, dtype=torch.float32, device=self.device)
         self._merge((triton.cdiv(self.N, self._some), self.pieces, 1), sums, token, token, merged)

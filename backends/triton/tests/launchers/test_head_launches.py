@@ -14,6 +14,7 @@ from rlkernel_triton.launchers import Recorder, planning_for, using
 from rlkernel_triton.linear_logprob import launch as linear_logprob
 from rlkernel_triton.linear_logprob import workspace
 from rlkernel_triton.linear_policy_loss import launch as linear_policy_loss
+from rlkernel_triton.lm_head_sample import head
 from rlkernel_triton.lm_head_sample import launch as lm_head_sample
 from rlkernel_triton.verify import launch as verify
 
@@ -148,7 +149,7 @@ def draws(rows=8, *, device="meta", **options):
 
 
 def test_a_draw_from_one_slab_is_three_launches(recorder, monkeypatch):
-    monkeypatch.setattr(lm_head_sample, "_at_a_time", lambda *_: 2000)
+    monkeypatch.setattr(head, "at_a_time", lambda *_: 2000)
     given = draws(softcap=20.0, raw_logprob=True)
     out = lm_head_sample.prepare(given)(given)
     assert names(recorder) == ["head_logits", "slab_stats", "sample_row"]
@@ -179,8 +180,8 @@ def test_slabs_are_as_wide_as_the_planned_gpu_multiplies_at_a_time():
     for target in ("sm_87", "sm_90"):
         given = draws(100)
         with planning_for(target), using(Recorder()):
-            head = lm_head_sample.Head(lm_head_sample.launcher_for(given.hidden.device), given, 1 << 20)
-            widths[target] = head.cuts(100)[0][1]
+            made = head.Head(lm_head_sample.launcher_for(given.hidden.device), given, 1 << 20)
+            widths[target] = made.cuts(100)[0][1]
     assert widths == {"sm_87": 2048, "sm_90": 32768}
 
 
@@ -188,6 +189,32 @@ def test_slabs_are_drawn_from_one_after_the_other(recorder):
     given = draws()
     lm_head_sample.prepare(given)(given)
     assert names(recorder) == ["head_logits", "slab_stats"] * 8 + ["sample_row"]
+
+
+STATING = ["drawn_tile_sums", "merge_tiles", "merge_softmax"]
+
+
+def test_a_draw_with_the_trainers_bits_reads_the_head_once_and_one_tile_a_row_again(recorder):
+    given = draws(100)
+    lm_head_sample.prepare_trainer_bits(given)(given)
+    slabs = ["head_logits_and_sums", "slab_stats"] * 4
+    assert names(recorder) == [*slabs, "sample_row", *STATING, "state_trainer_bits"]
+    assert [launch.grid[0] for launch in recorder.launches[:8:2]] == [1] * 4
+    assert recorder.launches[9].grid == (100, 1, 1)
+
+
+def test_both_laws_of_a_draw_are_merged_and_of_an_edited_one_the_raw_one_alone(recorder):
+    for options in ({}, {"allowed": ids(8, V // 32).int()}):
+        given = draws(raw_logprob=True, **options)
+        lm_head_sample.prepare_trainer_bits(given)(given)
+    merged = [launch for launch in recorder.launches if launch.build.kernel.endswith(":merge_softmax")]
+    assert len(merged) == 3
+
+
+def test_an_edited_draw_that_states_no_raw_law_has_nothing_of_the_trainer(recorder):
+    given = draws(allowed=ids(8, V // 32).int())
+    lm_head_sample.prepare_trainer_bits(given)(given)
+    assert "head_logits_and_sums" not in names(recorder)
 
 
 def test_a_filter_sends_the_logits_to_the_sampler(recorder):
