@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import rlkernel as rlk
+import rlkernel_torch
 from rlkernel.integrations import transformers
 from rlkernel.nn.page_plan import page_plan
 
@@ -242,6 +243,19 @@ def test_nothing_is_scored_where_a_draw_states_the_trainers_number(change, score
         before = scores()
         exact.generate(PROMPTS, **DRAW | {"max_new_tokens": 2} | change)
     assert (scores() > before) == scored
+
+
+def test_a_draw_is_asked_for_the_trainers_number_where_the_first_implementation_does_not_state_it() -> None:
+    (own,) = rlkernel_torch.backend.of("lm_head_sample@1")
+    other = {"target": "rlkernel_torch.sample:sample", "supports": own.supports - {"trainer_bits"}}  # it would raise
+    two = {"name": "two", "impls": (own.model_copy(update=other), *rlkernel_torch.backend.impls)}
+    with rlk.registered(rlkernel_torch.backend.model_copy(update=two)), rlk.use("two", probe="off"):
+        with rlk.exact(decoder("llama")) as exact:
+            drawn = exact.generate(PROMPTS, **DRAW)
+            ran = rlk.last_decision("lm_head_sample").target
+    with rlk.exact(decoder("llama")) as exact:
+        assert torch.equal(drawn.logprob, exact.generate(PROMPTS, **DRAW).logprob)
+    assert ran == own.target
 
 
 def test_parameters_may_differ_by_row() -> None:

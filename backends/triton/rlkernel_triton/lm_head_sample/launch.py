@@ -7,7 +7,7 @@ for, the logits are stored and go through sample.
 
 The codes of a quantized head are decoded inside its product: `decoded_logits`.
 
-`prepare_trainer_bits` draws alike from logits that linear_logprob's tiles leave, and states its numbers: `trainer_head`.
+`prepare_trainer_bits` draws alike from logits in the tiles of linear_logprob, and states its numbers: `trainer_head`.
 
 Few rows and many rows have products of two shapes where these were seen to give the same bits (sm90), of one shape
 elsewhere, and every sum is over 64 tokens that no cut moves: a row's bits depend on the row alone.

@@ -94,13 +94,12 @@ class TrainerHead(Head):
         if out is None:
             out = torch.empty(self.N, width, dtype=torch.float32, device=self.device)
         BM, BN = self.tile.BM, self.tile.BN
-        tiles = [
-            v // self.piece * triton.cdiv(self.piece, BN) + v % self.piece // BN for v in (first, first + width - 1)
-        ]
-        grid = (triton.cdiv(self.N, BM) * (tiles[1] - tiles[0] + 1), 1, 1)
+        per = triton.cdiv(self.piece, BN)
+        begin, last = (v // self.piece * per + v % self.piece // BN for v in (first, first + width - 1))
+        grid = (triton.cdiv(self.N, BM) * (last - begin + 1), 1, 1)
         self._slab(
-            grid, of.hidden, of.weight, of.bias, of.inner, of.factor, *self._given_T(of), out, *self._sums(of), first,
-            width,
+            grid, of.hidden, of.weight, of.bias, of.inner, of.factor, *self._temperatures(of), out, *self._sums(of),
+            first, width,
         )  # fmt: skip
         return out
 
@@ -120,7 +119,7 @@ class TrainerHead(Head):
     def sum_drawn_tiles(self, of: Operands, token: Tensor, counts: Tensor) -> None:
         """Take the tokens [N] of rows whose counts are not 0 out of the sums of their tiles."""
         self._drawn(
-            (self.N, 1, 1), of.hidden, of.weight, of.bias, of.inner, of.factor, token, counts, *self._given_T(of),
+            (self.N, 1, 1), of.hidden, of.weight, of.bias, of.inner, of.factor, token, counts, *self._temperatures(of),
             *self._sums(of),
         )  # fmt: skip
 
@@ -131,7 +130,7 @@ class TrainerHead(Head):
         self._merge((triton.cdiv(self.N, self._some), self.pieces, 1), sums, token, token, merged)
         return self._softmax[number](merged, RowTensors(token, T), merged[size:]).logprob
 
-    def _given_T(self, of: Operands) -> tuple[Tensor | None, ...]:
+    def _temperatures(self, of: Operands) -> tuple[Tensor | None, ...]:
         return () if self._T is not None else (of.T,)
 
     def _sums(self, of: Operands) -> tuple[Tensor, Tensor]:

@@ -6,10 +6,11 @@ sum there. Once it is known, `drawn_tile_sums` multiplies the one tile again tha
 that drew from it, and writes its statistics without the id. Then the parts of a row are merged as linear_logprob's, and
 `state_trainer_bits` puts the result into what the draw states.
 
-Bytes: beside `head_logits`, 12 of each tile and law; of a row that drew from a tile of its own BN D s of the head again.
+Bytes: beside those of `head_logits` 12 of each tile and law, and BN D s of the head for a row that drew from a tile of
+its own.
 
-Legend: n rows · D hidden · V vocabulary · P tiles of V, those of the pieces of V, the last of a piece cut off · r rank ·
-width columns of a slab · BM, BN, BK a tile. Imports Triton.
+Legend: n rows · D hidden · V vocabulary · P tiles of V, those of the pieces of V, the last of a piece cut off · r rank
+of a low-rank addition · width columns of a slab · BM, BN, BK a tile. Imports Triton.
 """
 
 from __future__ import annotations
