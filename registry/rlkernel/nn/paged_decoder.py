@@ -205,7 +205,7 @@ def head_of(model: Any, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
 def stating(op: str) -> AbstractContextManager[Any]:
     """The scope in which an operator draws by what states the bits of the score, and whatever else is needed."""
     need = {*current().policy.of(op).need, *STATING}
-    return rlk.use(**{op: {"need": sorted(need)}})  # type: ignore[arg-type]  # a name among them is an operator's
+    return rlk.use(**{op: {"need": sorted(need)}})
 
 
 def scored_at(temperature: float | Tensor) -> float | Tensor:

@@ -57,7 +57,11 @@ class TrainerHead(Head):
             "HAS_T": not number, "HAS_CAP": call.softcap is not None, "LAW": law, "RAW": self._raw, "BM": tile.BM,
             "BN": tile.BN, "BK": tile.BK,
         }  # fmt: skip
-        compiled = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "options": options_of(hidden)}
+        compiled: dict[str, Any] = {
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+            "options": options_of(hidden),
+        }
         self._slab = launcher.bind(kernels.head_logits_and_sums, **compiled, **fixed, GROUP=tile.GROUP)
         self._drawn = launcher.bind(kernels.drawn_tile_sums, **compiled, **fixed)
         width = triton.next_power_of_2(min(per, self.P))
