@@ -264,7 +264,7 @@ def test_an_absent_peer_says_what_is_missing_and_whether_its_adapter_ever_ran() 
 
 
 def test_every_adapter_names_its_source_and_its_operators_exist() -> None:
-    chains = {"replay", "ratio_kl", "decode", "ppo", "rollout", "experts"}
+    chains = {"replay", "ratio_kl", "decode", "ppo", "rollout", "experts", "adapters"}
     for peer in PEERS.values():
         assert peer.source
         assert set(peer.calls) <= set(OPERATORS) | chains

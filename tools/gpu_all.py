@@ -42,7 +42,7 @@ NEEDED = ("torch", "numpy", "packaging", "pluggy", "pydantic", "rich", "typer", 
 SUITES = (
     "linear_logprob", "linear_policy_loss", "logprob", "advantage", "sample", "policy_loss", "capture", "qmatmul",
     "quantize", "lm_head_sample", "verify", "dispatch", "seeds", "host", "experts", "rollout", "trainers", "ranks",
-    "grouped_linear", "divergence", "linear_divergence",
+    "adapters", "grouped_linear", "divergence", "linear_divergence",
 )  # fmt: skip
 LARGE = {"linear_logprob", "linear_policy_loss"}  # where plain torch would take most of the time
 LIMIT = 240  # seconds for a clause: many compile at the same time, on a cold cache

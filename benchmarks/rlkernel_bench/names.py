@@ -45,6 +45,7 @@ _VARIANTS: Final = {
     "eager": "through the public function",
     "bound": "bound once",
     "captured": "captured",
+    "looped": "one adapter after the other",
 }
 _VARIANTS_OF: Final[Mapping[str, Mapping[str, str]]] = {"rollout": {"eager": "launched one by one"}}
 # size -> how it is said; a suite may say it otherwise

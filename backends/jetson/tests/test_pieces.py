@@ -9,13 +9,13 @@ from rlkernel_triton.launchers import in_pieces_of, piece_of
 from rlkernel_triton.linear_logprob import workspace as head_workspace
 from rlkernel_triton.linear_logprob.workspace import Size, plan, workspace
 from rlkernel_triton.logprob.top_ids import BLOCK_BYTES
-from rlkernel_triton.quant import product
+from rlkernel_triton.quant import dequantized
 from tests.boards import KIB_8GB, meminfo, plant
 
 MIB = 1 << 20
 HEAD = Size(N=4096, D=2048, V=151936, item=2, tiles=8 * 149, support=False, parts=8)
 # What works in pieces: how many bytes it takes, and how many of them there may be at once.
-SIZES = ((BLOCK_BYTES, 1), (product.PIECE, 2), (product.DENSE_EXPERTS, 1))
+SIZES = ((BLOCK_BYTES, 1), (dequantized.PIECE, 2), (dequantized.DENSE_EXPERTS, 1))
 
 
 @pytest.fixture

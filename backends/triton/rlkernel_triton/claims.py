@@ -51,8 +51,8 @@ _RULES: Final = ("absmax/7", "absmax/max_pow2", "rceil", "even")
 _QUANTIZED_TO: Final = FORMATS | {*(f"scale_rule:{rule}" for rule in _RULES), "rounding:away", "out"}
 _ALWAYS: Final = frozenset({"deterministic", "capturable"})
 _EPILOGUE: Final = frozenset({
-    *("grad", "bias", "lora", "residual", "grouped", "weight_rounding:none", "weight_rounding:dtype"),
-    *("act:token_fp8", "act:block128_fp8"),
+    *("grad", "bias", "lora", "residual", "grouped", "grouped_lora", "weight_rounding:none", "weight_rounding:dtype"),
+    *("act:token_fp8", "act:block128_fp8", "act:mxfp8", "act:nvfp4"),
     *(f"activation:{name}" for name in ("relu", "silu", "gelu", "gelu_tanh", "swiglu", "geglu_tanh")),
 })  # fmt: skip
 

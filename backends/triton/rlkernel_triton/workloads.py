@@ -487,9 +487,9 @@ _DEQUANTIZE: Final = {
 _PREPACK: Final = {name: Workload({"w": _weight(name)}) for name in ("int4_g128", "nf4", "mxfp4")}
 
 
-def _product(M: int, w: QuantTensor, *, experts: int = 0, **more: Any) -> Workload:
-    given = {"x": _real(M, w.shape[1], dtype=BF16), "w": w, **more}
-    return Workload(given | ({"ends": _real(experts, dtype=torch.int32)} if experts else {}))
+def _product(M: int, w: QuantTensor, *, experts: int = 0, upstream: tuple[str, ...] = (), **more: Any) -> Workload:
+    given = {"x": _real(M, w.shape[1], dtype=BF16, grad=bool(upstream)), "w": w, **more}
+    return Workload(given | ({"ends": _real(experts, dtype=torch.int32)} if experts else {}), upstream)
 
 
 def _epilogue(M: int, N: int, K: int = 4096) -> dict[str, Any]:
@@ -497,6 +497,15 @@ def _epilogue(M: int, N: int, K: int = 4096) -> dict[str, Any]:
     lora = LoRA(_real(16, K, dtype=BF16), _real(N, 16, dtype=BF16), 2.0)
     more = {"bias": _real(N, dtype=BF16), "residual": _real(M, N // 2, dtype=BF16), "activation": "swiglu"}
     return {"lora": lora, **more}
+
+
+def _stacked(G: int, N: int, K: int, *, grad: bool = False) -> LoRA:
+    return LoRA(_real(G, 16, K, dtype=BF16, grad=grad), _real(G, N, 16, dtype=BF16, grad=grad), 2.0)
+
+
+def _adapters(N: int, K: int = 4096, *, grad: bool = False) -> dict[str, Any]:
+    """Of 8 groups of rows."""
+    return {"lora": _stacked(8, N, K, grad=grad), "lora_ends": _real(8, dtype=torch.int32)}
 
 
 _INT4, _TALL_INT4 = (_weight("int4_g128", N, tiles=True) for N in (4096, _TALL))
@@ -527,6 +536,17 @@ _QMATMUL: Final = {
     ),
     "int4_g128, 32 experts, 11 tokens of each": _product(11 * _E + 2, _INT4_EXPERTS, experts=_E),
     "fp8_channel, 32 experts, 40 tokens of each": _product(40 * _E + 2, _weight("fp8_channel", 512 * _E), experts=_E),
+    **{
+        f"int4_g128, {M} tokens of 8 adapters": _product(M, _INT4, **_adapters(4096)) for M in (4, 200, 1000, 2000)
+    },
+    "int4_g128, 200 tokens of 8 adapters, swiglu, bias, residual, gradients": _product(
+        200, _INT4, **{**_epilogue(200, 4096), **_adapters(4096, grad=True)}, upstream=("",)
+    ),
+    "mxfp4, 32 experts, 11 tokens of each, LoRA": _product(
+        11 * _E + 2, _EXPERTS, experts=_E, lora=_stacked(_E, 512, 4096)
+    ),
+    "mxfp4, 4 tokens in MXFP8": _product(4, _weight("mxfp4", tiles=True, act="mxfp8")),
+    "nvfp4, 4 tokens in NVFP4": _product(4, _weight("nvfp4", tiles=True, act="nvfp4")),
 }  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from rlkernel_bench.peers import Peer
 from rlkernel_bench.peers.decode_chain import chain, dense
+from rlkernel_bench.suites.adapters import add_each
 from rlkernel_bench.suites.host_advantage import BY_GROUP
 from rlkernel_bench.suites.rollout import LAW
 from rlkernel_bench.work import Call, Inputs, Outputs, Work
@@ -229,6 +230,18 @@ def attention(work: Work) -> Call:
     return run
 
 
+def adapters(work: Work) -> Call:
+    """The product with the weight before it was quantized, then one adapter after the other."""
+    del work
+
+    def run(given: Inputs) -> Outputs:
+        y = given["x"] @ given["weight"].t()
+        add_each(given, y)
+        return {"y_full": y}
+
+    return run
+
+
 def rollout(work: Work) -> Call:
     """Products of torch, with quantized weights unpacked before, and the draw above, launched one by one."""
     draw = sample(Work("", "sample", {"B": work.sizes["B"], "V": work.sizes["V"]}, options=LAW))
@@ -254,6 +267,7 @@ PEERS = (
             "glu": glu,
             "fake_quantize": fake_quantize,
             "attention": attention,
+            "adapters": adapters,
             "ratio_kl": ratio_kl,
             "rollout": rollout,
         },

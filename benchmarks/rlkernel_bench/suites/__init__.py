@@ -23,6 +23,7 @@ SUITES: Final[Mapping[str, str]] = {
     "lm_head_sample": "drawing tokens from hidden states",
     "verify": "speculative decoding",
     "qmatmul": "products with quantized weights",
+    "adapters": "products with a quantized weight and several LoRAs in one batch",
     "experts": "a layer of a mixture of experts on quantized weights",
     "quantize": "quantizing weights on the device",
     "linear": "products of a layer whose bits do not depend on the batch, beside cuBLAS",

@@ -265,12 +265,12 @@ class _Gradients:
 
 
 def real(subject: Subject) -> list[Mapping[str, Any]]:
-    """Every format at the lengths of real models; many rows of x, and many of w."""
+    """Every format at the lengths of real models; many rows of x, and many of w: the smallest of these come first."""
     every = weights.every(subject, MULTIPLIED)
     long = [{**kind, "K": K, "rows": (2,), "R": 2} for kind, K in weights.lengths(every)]
     tall = [{**kind, "K": 64, "rows": (M,), "R": 3} for kind, M in zip(every[::11], TALL, strict=False)]
     wide = [{**kind, "K": 64, "rows": (2,), "R": R} for kind, R in zip(every[1::11], WIDE, strict=False)]
-    return [*long, *tall, *wide]
+    return [*tall[:1], *wide[:1], *long, *tall[1:], *wide[1:]]
 
 
 FLOATS = ("float32", "float64", "bfloat16", "float16")

@@ -120,9 +120,10 @@ def store_float_codes(
 def absmax_finite_kernel(
     w,  # [N, K] real, any strides
     row_stride, column_stride,
-    most,  # [1] int32, 0 before: the largest bits, out
+    most,  # [1] int32, 0 before: the largest bits, out; [N] if TOKENS
     N, K,
     GROUP: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    TOKENS: tl.constexpr,  # rows are tokens, each on its own
 ):  # fmt: skip
     """The largest bits of |w| of all blocks that are finite, into `most` [1], which holds 0. Grid: row tiles."""
     row = tl.program_id(0) * R
@@ -131,7 +132,11 @@ def absmax_finite_kernel(
         x = load_weights(w, row_stride, column_stride, row, column, N, K, WHOLE, INTERPRETED, R, C)
         bits = tl.max(abs_bits(tl.reshape(x, (R * (C // GROUP), GROUP))), axis=1)
         found = tl.maximum(found, tl.where(bits < 0x7F800000, bits, 0))
-    tl.atomic_max(most, tl.max(found, axis=0), sem="relaxed")
+    if TOKENS:
+        n = row + tl.arange(0, R)
+        tl.store(most + n, tl.max(tl.reshape(found, (R, C // GROUP)), axis=1), mask=n < N)
+    else:
+        tl.atomic_max(most, tl.max(found, axis=0), sem="relaxed")
 
 
 @triton.jit
@@ -140,11 +145,11 @@ def quantize_nvfp4_kernel(
     row_stride, column_stride,
     codes,  # out: [N, K / 2] bytes, or words of `triton_e2m1` if TILED
     scale,  # [N, K / GROUP] e4m3 bytes out, in the order of tiles if TILED
-    global_scale,  # [1] fp32 out
-    most,  # [1] int32: what `absmax_finite_kernel` found
+    global_scale,  # [1] fp32 out; [N] if TOKENS
+    most,  # [1] or [N] int32: what `absmax_finite_kernel` found
     N, K,
     GROUP: tl.constexpr, R: tl.constexpr, C: tl.constexpr, TILED: tl.constexpr, AWAY: tl.constexpr,
-    WHOLE: tl.constexpr, INTERPRETED: tl.constexpr,
+    WHOLE: tl.constexpr, INTERPRETED: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """nvfp4. `most` holds what `absmax_finite_kernel` found. Grid: row tiles x column tiles, the last ones first."""
     column_tiles = tl.cdiv(K, C)
@@ -155,11 +160,17 @@ def quantize_nvfp4_kernel(
     BLOCKS: tl.constexpr = R * (C // GROUP)
     x = load_groups(w, row_stride, column_stride, row, column, N, K, GROUP, WHOLE, INTERPRETED, R, C)
     _, _, bits = group_extremes(x, True, INTERPRETED)
-    one = tl.arange(0, 1)
-    top = tl.load(most + one).to(tl.float32, bitcast=True)
-    factor = tl.div_rn(top, tl.full((1,), 2688.0, tl.float32))
-    if program == 0:
-        tl.store(global_scale + one, factor)
+    if TOKENS:
+        n = row + tl.arange(0, BLOCKS) // (C // GROUP)
+        top = tl.load(most + n, mask=n < N, other=0).to(tl.float32, bitcast=True)
+        factor = _divide_by(top, 2688.0)
+        tl.store(global_scale + n, factor, mask=tl.where(column == 0, n, N) < N)
+    else:
+        one = tl.arange(0, 1)
+        top = tl.load(most + one).to(tl.float32, bitcast=True)
+        factor = tl.div_rn(top, tl.full((1,), 2688.0, tl.float32))
+        if program == 0:
+            tl.store(global_scale + one, factor)
     whole = factor * 6.0
     factor += tl.zeros((BLOCKS,), tl.float32)
     finite = bits < 0x7F800000

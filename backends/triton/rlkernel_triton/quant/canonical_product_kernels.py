@@ -212,6 +212,7 @@ def block_product_kernel(
     least,  # [N, K / 32] uint8, q4_k and q5_k
     dmin,  # [N, K / 256] fp16, q4_k and q5_k
     factor,  # [1] fp32, nvfp4
+    x_scale,  # [M] fp32, with X_SCALE
     ends,  # [first_expert + E] integer, with EB: one past each expert's last row of x
     first_expert,
     y,  # [M, width] out; width is N // 2 if PAIR, else N
@@ -224,8 +225,8 @@ def block_product_kernel(
     FORMAT: tl.constexpr, MANTISSA: tl.constexpr, FLOAT_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr,
     EB: tl.constexpr,  # experts at most, a power of two; 0: no experts
-    WIDE: tl.constexpr, BIAS: tl.constexpr, RANK: tl.constexpr, WIDE_LORA: tl.constexpr, RESIDUAL: tl.constexpr,
-    PAIR: tl.constexpr, ACTIVATION: tl.constexpr, INTERPRETED: tl.constexpr,
+    WIDE: tl.constexpr, X_SCALE: tl.constexpr, BIAS: tl.constexpr, RANK: tl.constexpr, WIDE_LORA: tl.constexpr,
+    RESIDUAL: tl.constexpr, PAIR: tl.constexpr, ACTIVATION: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """x times a weight of any shape, its values rounded to the type of x (WIDE: not rounded, multiplied in fp32).
 
@@ -269,6 +270,7 @@ def block_product_kernel(
                     total = tl.dot(w.to(DTYPE), xt, other, input_precision="ieee")
                     other = total if FORMAT == DENSE else finish_dot(total, other, k0, K)
         store_epilogue(
-            acc, other, n, m, N, stop, y, residual, residual_row, x, x, bias + (above + first_expert * N), xa, lora_b,
-            lora_row, lora_rank, lora_scale, 0, False, BIAS, RANK, WIDE_LORA, RESIDUAL, PAIR, ACTIVATION, INTERPRETED,
+            acc, other, n, m, N, stop, y, residual, residual_row, x, x_scale, bias + (above + first_expert * N), xa,
+            lora_b, lora_row, lora_rank, lora_scale, 0, X_SCALE, BIAS, RANK, WIDE_LORA, RESIDUAL, PAIR, ACTIVATION,
+            INTERPRETED,
         )  # fmt: skip

@@ -5,7 +5,7 @@ Legend: M tokens · K inputs · N rows of the weight · R = N, or N / 2 for a pa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -15,7 +15,8 @@ from rlkernel_core.spec.qmatmul import PAIRS, LoRA
 from rlkernel_triton.common.host import INTERPRETED
 from rlkernel_triton.common.language import triton
 from rlkernel_triton.launchers import Launch, Launcher, Plan, planned
-from rlkernel_triton.quant.epilogue_kernels import epilogue_kernel
+from rlkernel_triton.quant.epilogue_kernels import ADDED, epilogue_kernel
+from rlkernel_triton.quant.grouped_lora import add_low_rank
 
 MOST_RANK: Final = 64  # of a LoRA that the kernels add themselves
 
@@ -28,6 +29,10 @@ class Epilogue:
     lora: LoRA | None = None
     activation: str | None = None
     residual: Tensor | None = None  # [M, R]
+    groups: Tensor | None = None  # [G] int32: where the rows of each end, if `lora` is a stack of G
+    addition: Tensor | None = None  # [M, N] fp32: what `lora` comes to, if it is a stack
+    x: Tensor | None = None  # [M, K]: what `lora` multiplies, where the product has other values of x
+    x_scale: Tensor | None = None  # [M] fp32: of tokens, still to be multiplied with
 
     @property
     def pair(self) -> bool:
@@ -44,9 +49,22 @@ class Epilogue:
         """A kernel reads more than x and the weight."""
         return any(part is not None for part in (self.bias, self.lora, self.residual))
 
+    @property
+    def rank(self) -> int:
+        """Of the low-rank addition that the kernels multiply themselves; 0 for none."""
+        return 0 if self.lora is None or self.groups is not None else self.lora.B.shape[1]
+
+    def with_addition(self, x: Tensor, plan: Plan | None = None) -> Epilogue:
+        """The same with what a stack of low-rank additions comes to; itself where there is none."""
+        if self.lora is None or self.groups is None:
+            return self
+        addition = torch.empty(x.shape[0], self.lora.B.shape[1], dtype=torch.float32, device=x.device)
+        add_low_rank(x, self.lora, self.groups, addition, plan)
+        return replace(self, addition=addition)
+
     def constants(self, x: Tensor) -> dict[str, Any]:
         """What the kernels are bound with."""
-        rank = 0 if self.lora is None or not self.lora.A.shape[0] else self.lora.B.shape[1]
+        rank, x = self.rank, x if self.x is None else self.x
         given: dict[str, Any] = {
             "BIAS": self.bias is not None, "RESIDUAL": self.residual is not None, "PAIR": self.pair,
             "ACTIVATION": self.activation or "none", "INTERPRETED": INTERPRETED, "RANK": triton.cdiv(rank, 16) * 16,
@@ -54,19 +72,23 @@ class Epilogue:
         }  # fmt: skip
         if self.residual is not None:
             given["residual_row"] = _row_major(self.residual).stride(0)
-        if rank and self.lora is not None:
+        if self.lora is not None and self.groups is not None:
+            given |= {"RANK": ADDED.value, "lora_rank": self.lora.B.shape[1]}
+        elif rank and self.lora is not None:
             B, same = self.lora.B.dtype, _multiplies_narrow(x, self.lora.A)
             wide = INTERPRETED or B == torch.float32 or not same or x.dtype != B
             given |= {"lora_scale": float(self.lora.scale), "WIDE_LORA": wide}
         return given
 
     def tensors(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What the kernels are passed: bias, x A^T, B and residual; `x` stands for what is not there."""
+        """What the kernels are passed: bias, x A^T (or the addition), B, residual; `x` stands for what is not there."""
         bias = x if self.bias is None else self.bias.contiguous()
         residual = x if self.residual is None else _row_major(self.residual)
-        if self.lora is None or not self.lora.A.shape[0]:
+        if self.addition is not None:
+            return bias, self.addition, x, residual
+        if self.lora is None or not self.rank:
             return bias, x, x, residual
-        return bias, lora_inner(x, self.lora.A), self.lora.B.contiguous(), residual
+        return bias, lora_inner(x if self.x is None else self.x, self.lora.A), self.lora.B.contiguous(), residual
 
 
 NO_EPILOGUE: Final = Epilogue()

@@ -12,6 +12,8 @@ from rlkernel_triton.common.arithmetic import tanh
 from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.quant.code_tiles import round_to, to_float32
 
+ADDED = tl.constexpr(-1)  # for RANK: `xa` [M, lora_rank] fp32 is the low-rank addition itself, lora_rank >= N
+
 
 @triton.jit
 def sigmoid(h):
@@ -45,6 +47,10 @@ def apply_epilogue(
     if ROW_SCALE > 0:  # 1: one a row, 2: one in all
         at = n if ROW_SCALE == 1 else n * 0
         acc *= to_float32(tl.load(row_scale + at, mask=of_n, other=0.0), INTERPRETED)[:, None]
+    if RANK == ADDED:
+        at = m.to(tl.int64)[None, :] * lora_rank + n[:, None]
+        added = tl.load(xa + at, mask=of_n[:, None] & of_m[None, :], other=0.0)
+        acc = tl.where(added == 0, acc, acc + added)  # -0 + 0 would be another number than the product alone
     if RANK > 0:
         # B (x A^T)^T, 16 ranks at a time.
         total = tl.zeros_like(acc)

@@ -200,7 +200,7 @@ class _Host:
                 kind: dict[str, Any] = {"GROUP": SUB[spec.element], "BITS": bits, "SIGNED": spec.symmetric}
                 return None, launcher.bind(kernels.fake_kquants_kernel, **more, **kind)
             if spec.format == "nvfp4":
-                first = launcher.bind(absmax_finite_kernel, **given, GROUP=spec.group)
+                first = launcher.bind(absmax_finite_kernel, **given, GROUP=spec.group, TOKENS=False)
                 return first, launcher.bind(kernels.fake_nvfp4_kernel, **more, GROUP=spec.group, AWAY=away)
             element, four = form_of(spec.element), spec.element == "e2m1"
             return None, launcher.bind(

@@ -16,10 +16,8 @@ Legend: M tokens · K inputs · N rows of the weight, or of an expert · R = N, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
-from functools import partial
-from math import gcd
 from typing import Any, Final
 
 import torch
@@ -28,20 +26,19 @@ from torch import Tensor
 from rlkernel_core.quant.tensor import CANONICAL, QuantTensor
 from rlkernel_triton.common.host import blank
 from rlkernel_triton.common.language import triton
-from rlkernel_triton.launchers import Grid, Launch, Launcher, Plan, piece_of, planned
+from rlkernel_triton.launchers import Grid, Launch, Launcher, Plan, planned
 from rlkernel_triton.quant import code_tiles, formats, tile_config
 from rlkernel_triton.quant.canonical_product_kernels import block_product_kernel, canonical_product_kernel
-from rlkernel_triton.quant.dequantize import dequantizer
+from rlkernel_triton.quant.dequantized import dense_experts, dequantized_product
 from rlkernel_triton.quant.epilogue import MOST_RANK, NO_EPILOGUE, Epilogue, apply_epilogue, lora_inner
 from rlkernel_triton.quant.layouts import packed
-from rlkernel_triton.quant.quantize import quantize_activation
+from rlkernel_triton.quant.quantize import quantize_activation, quantize_in_blocks
 from rlkernel_triton.quant.splitk_counters import splitk_workspace
 from rlkernel_triton.quant.tile_config import TileConfig, W4Config, machine
 from rlkernel_triton.quant.tiled_product_kernels import tiled_product_kernel, w4_product_kernel
 
+IN_BLOCKS: Final = frozenset({"mxfp8", "nvfp4"})  # how x is quantized with a scale for a few columns
 MOST_OF_TABLE: Final = 64  # tokens of a product with a weight of a table that is not dequantized first
-PIECE: Final = 128 << 20  # bytes of a dequantized piece: large enough for a product to fill a GPU
-DENSE_EXPERTS: Final = 2 * PIECE  # bytes of experts that are dequantized at once
 
 
 def product(
@@ -68,22 +65,33 @@ def product(
         # A tuple, since a plan takes None for "not bound yet".
         (w4_product,) = planned(plan, "w4", x.device, lambda known: (bind_w4_product(known, x, w, epilogue, rounding),))
         if w4_product is not None:
-            return w4_product(x, w, epilogue, dtype or x.dtype)
+            return w4_product(x, w, epilogue.with_addition(x, plan), dtype or x.dtype)
     M, N = x.shape[0], w.shape[0] // (1 if ends is None else ends.shape[0])
     make = torch.empty if ends is None else torch.zeros  # rows of no expert are 0
     y = make(M, N // 2 if epilogue.pair else N, dtype=dtype or x.dtype, device=x.device)
     if M == 0:
         return y
     with torch.cuda.device_of(x):
-        if epilogue.lora is not None and epilogue.lora.A.shape[0] > MOST_RANK:
+        tiles = _takes_tiles(x, w, rounding, ends, y)
+        if epilogue.lora is not None and epilogue.rank > MOST_RANK:
             h = product(x, w, NO_EPILOGUE, rounding, dtype=torch.float32)
             inner = lora_inner(x, epilogue.lora.A).float()
             h.addmm_(inner, epilogue.lora.B.float().t(), alpha=epilogue.lora.scale)
             apply_epilogue(x, h, replace(epilogue, lora=None), y, plan)
-        elif _takes_tiles(x, w, rounding, ends, y):
-            tiled_product(x, w, epilogue, rounding, ends, y, plan)
-        elif ends is None and _is_better_dequantized(x, w, rounding):
+            return y
+        if ends is None and _is_better_dequantized(x, w, rounding, tiles=tiles):
             dequantized_product(x, w, epilogue, y, plan)
+            return y
+        epilogue, holds = epilogue.with_addition(x, plan), True
+        if w.spec.act in IN_BLOCKS:
+            holds = x.dtype != torch.float16 or w.spec.act == "nvfp4"  # powers of two go beyond the range of float16
+            values, scale = quantize_in_blocks(x, w.spec, x.dtype if holds else torch.float32, plan)
+            epilogue, x = replace(epilogue, x=x, x_scale=scale), values
+            tiles = _takes_tiles(x, w, rounding, ends, y)
+        if not holds and rounding == "dtype":  # the weight in float16, x in fp32
+            dense_experts_product(x, w, epilogue, rounding, ends, y, plan)
+        elif tiles:
+            tiled_product(x, w, epilogue, rounding, ends, y, plan)
         elif formats.is_of_blocks(w.spec):
             block_product(x, w, epilogue, rounding, ends, y, plan)
         elif ends is None:
@@ -102,10 +110,12 @@ def _takes_tiles(x: Tensor, w: QuantTensor, rounding: str, ends: Tensor | None, 
     return ends is not None and w.layout == formats.W4 and w.spec.element == "int4" and rounding != "none"
 
 
-def _is_better_dequantized(x: Tensor, w: QuantTensor, rounding: str) -> bool:
+def _is_better_dequantized(x: Tensor, w: QuantTensor, rounding: str, *, tiles: bool) -> bool:
     """So many rows, or codes of a table, that a weight is better dequantized; that rounds it."""
     if x.dtype == torch.float32 or w.spec.act != "none" or rounding == "none":
         return False
+    if tiles:
+        return x.shape[0] > tile_config.MOST_ROWS
     return formats.as_nf4(w).spec.element == "nf4" or tile_config.class_of(x.shape[0], machine(x.device).kind) is None
 
 
@@ -116,7 +126,7 @@ def bind_w4_product(
     launcher: Launcher, x: Tensor, w: QuantTensor, epilogue: Epilogue, rounding: str
 ) -> W4Product | None:
     """What multiplies contiguous x by weights like this one in one launch; None where that takes more."""
-    if not x.shape[0] or (epilogue.lora is not None and epilogue.lora.A.shape[0] > MOST_RANK):
+    if not x.shape[0] or epilogue.rank > MOST_RANK:
         return None
     if x.dtype == torch.float32 or w.spec.act != "none" or w.layout != formats.W4:
         return None
@@ -246,12 +256,14 @@ def _blocks_launched(
         launch = launcher.bind(
             block_product_kernel, num_stages=2, any_alignment=any_alignment, **epilogue.constants(x),
             **sizes_and_format, x_row=x.stride(0), M=M, m_tiles=m_tiles, BM=BM, BN=64, BK=32 if WIDE else 64, STAGES=2,
-            WIDE=WIDE, EB=0 if ends is None else triton.next_power_of_2(ends.shape[0]),
+            WIDE=WIDE, X_SCALE=epilogue.x_scale is not None,
+            EB=0 if ends is None else triton.next_power_of_2(ends.shape[0]),
         )  # fmt: skip
         return launch, (m_tiles * triton.cdiv(y.shape[1], 64), 1, 1)
 
     launch, grid = planned(plan, place, x.device, bound)
-    launch(grid, x, *parts, x if ends is None else ends.contiguous(), y, *epilogue.tensors(x))
+    x_scale = x if epilogue.x_scale is None else epilogue.x_scale
+    launch(grid, x, *parts, x_scale, x if ends is None else ends.contiguous(), y, *epilogue.tensors(x))
 
 
 # Tiles whose scales are folded: `triton_e2m1`, and experts in `triton_w4`.
@@ -261,11 +273,8 @@ def tiled_product(
     x: Tensor, w: QuantTensor, epilogue: Epilogue, rounding: str, ends: Tensor | None, y: Tensor,
     plan: Plan | None = None,
 ) -> None:  # fmt: skip
-    """Codes in tiles, decoded in registers; of a weight alone and many rows of x, dequantized."""
+    """Codes in tiles, decoded in registers."""
     rows = triton.cdiv(x.shape[0], 1 if ends is None else ends.shape[0])
-    if ends is None and rows > tile_config.MOST_ROWS and rounding != "none":
-        dequantized_product(x, w, epilogue, y, plan)
-        return
 
     def bound(launcher: Launcher) -> TiledProduct:
         config = tile_config.tile_config(
@@ -304,7 +313,7 @@ class TiledProduct:
             FORMAT=(code_tiles.W4_INT4 if spec.element == "int4" else formats.BLOCK_FORMATS[spec.format]).value, BM=BM,
             BN=BN, BK=step, PARTS=parts, STAGES=config.stages, GROUP=spec.group, SYMMETRIC=spec.symmetric,
             FACTORED=factored, EB=0 if ends is None else triton.next_power_of_2(experts), PERMUTED=on.sync,
-            ASM=on.ptx and exact and not factored,
+            ASM=on.ptx and exact and not factored, X_SCALE=epilogue.x_scale is not None,
         )  # fmt: skip
 
     def __call__(self, x: Tensor, w: QuantTensor, epilogue: Epilogue, ends: Tensor | None, y: Tensor) -> None:
@@ -318,80 +327,34 @@ class TiledProduct:
             scale = scale.view(torch.int32)
         self._launch(
             self._grid, x, parts["codes"].contiguous(), scale, parts.get("zero", scale),
-            parts.get("global_scale", scale), x if ends is None else ends.contiguous(), y, sums, counters,
-            *epilogue.tensors(x),
+            parts.get("global_scale", scale), x if epilogue.x_scale is None else epilogue.x_scale,
+            x if ends is None else ends.contiguous(), y, sums, counters, *epilogue.tensors(x),
         )  # fmt: skip
 
 
-# Weights dequantized to memory.
-
-
-def dequantized_product(x: Tensor, w: QuantTensor, epilogue: Epilogue, y: Tensor, plan: Plan | None = None) -> None:
-    """Pieces of the dequantized weight, multiplied by torch; sums are kept in fp32 where something follows."""
-    N, K = w.shape
-    rows = max(64, piece_of(PIECE, 2) // (K * x.element_size()) // 64 * 64)
-    buffer = torch.empty(min(rows, N), K, dtype=x.dtype, device=x.device)
-    plain = epilogue.empty and y.dtype == x.dtype
-    h = y if plain else torch.empty(x.shape[0], N, dtype=torch.float32, device=x.device)
-    for first in range(0, N, rows):
-        last = min(first + rows, N)
-        piece = dequantized_rows(w, x.dtype, first, last, plan, buffer[: last - first])
-        if plain:
-            torch.mm(x, piece.t(), out=h[:, first:last])
-        else:
-            h[:, first:last] = float32_product(x, piece)
-    if plain:
-        return
-    if epilogue.empty:
-        y.copy_(h)
-    else:
-        apply_epilogue(x, h, epilogue, y, plan)
-
-
-def dequantized_rows(
-    w: QuantTensor, dtype: torch.dtype, first: int, last: int, plan: Plan | None, out: Tensor | None = None
-) -> Tensor:  # -> [last - first, K]
-    """Rows of the weight from `first`, a multiple of 16, to `last`."""
-    bound = partial(dequantizer, w, dtype, (first, last))
-    return planned(plan, f"rows {first}:{last} {dtype}", w.device, bound)(w, out)
-
-
-def float32_product(x: Tensor, piece: Tensor) -> Tensor:
-    """x piece^T in fp32, not rounded to the dtype of x."""
-    if x.is_cuda:
-        return torch.mm(x, piece.t(), out_dtype=torch.float32)
-    return x.float() @ piece.float().t()
+# Experts dequantized to memory.
 
 
 def dense_experts_product(
-    x: Tensor, w: QuantTensor, epilogue: Epilogue, rounding: str, ends: Tensor, y: Tensor, plan: Plan | None = None
-) -> None:
+    x: Tensor, w: QuantTensor, epilogue: Epilogue, rounding: str, ends: Tensor | None, y: Tensor,
+    plan: Plan | None = None,
+) -> None:  # fmt: skip
     """Some experts at a time, dequantized and multiplied from memory."""
-    kind = x.dtype if x.dtype != torch.float32 and (rounding == "dtype" or w.spec.act == "none") else torch.float32
-    kind = torch.float32 if rounding == "none" else kind
-    if w.spec.act != "none":
+    kind = x.dtype if epilogue.x is None else epilogue.x.dtype
+    # Integers that x is quantized to have no weight to round.
+    rounded = w.spec.act == "none" if rounding == "any" else rounding == "dtype" and w.spec.act != "token_int8"
+    kind = kind if rounded else torch.float32
+    if w.spec.act not in {"none", *IN_BLOCKS}:
         x = quantize_activation(x, w.spec).value()
-    N = w.shape[0] // ends.shape[0]
-    for first, some, dense in dense_experts(w, ends.shape[0], kind, plan):
+    experts = 1 if ends is None else ends.shape[0]
+    N = w.shape[0] // experts
+    for first, some, dense in dense_experts(w, experts, kind, plan):
         dense_product(x, dense, epilogue, ends, y, plan, "experts", first=first, experts=some, N=N)
 
 
-def dense_experts(
-    w: QuantTensor, experts: int, kind: torch.dtype, plan: Plan | None = None
-) -> Iterator[tuple[int, int, Tensor]]:
-    """(first expert, how many, their rows [n N, K]) for all, a bounded number of bytes at a time."""
-    N, K = w.shape[0] // experts, w.shape[1]
-    most = max(1, piece_of(DENSE_EXPERTS) // (N * K * kind.itemsize))
-    aligned = 16 // gcd(N, 16)  # tiles are read from multiples of 16 rows
-    most = max(aligned, most // aligned * aligned)
-    for first in range(0, experts, most):
-        last = min(first + most, experts)
-        yield first, last - first, dequantized_rows(w, kind, first * N, last * N, plan)
-
-
 def dense_product(
-    x: Tensor, dense: Tensor, epilogue: Epilogue, ends: Tensor, y: Tensor, plan: Plan | None, place: str, *, first: int,
-    experts: int, N: int, any_alignment: Collection[str] = (),
+    x: Tensor, dense: Tensor, epilogue: Epilogue, ends: Tensor | None, y: Tensor, plan: Plan | None, place: str, *,
+    first: int, experts: int, N: int, any_alignment: Collection[str] = (),
 ) -> None:  # fmt: skip
     """Rows of x times the dense rows of their experts, those of experts from `first` on."""
     _blocks_launched(

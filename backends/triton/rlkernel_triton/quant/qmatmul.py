@@ -23,21 +23,15 @@ from rlkernel_core.gradients import Pair, Saved, gradient_wanted, recording_grad
 from rlkernel_core.quant.tensor import QuantMeta, QuantTensor
 from rlkernel_core.spec.qmatmul import PAIRS, LoRA, QmatmulCall
 from rlkernel_triton.launchers import Plan, launcher_for, piece_of
+from rlkernel_triton.quant.dequantized import PIECE, dense_experts, dequantized_rows, float32_product
 from rlkernel_triton.quant.epilogue import NO_EPILOGUE, Epilogue
 from rlkernel_triton.quant.formats import is_of_blocks
+from rlkernel_triton.quant.grouped_lora import add_low_rank_backward
 from rlkernel_triton.quant.layouts import check_layout
-from rlkernel_triton.quant.product import (
-    PIECE,
-    bind_w4_product,
-    dense_experts,
-    dense_product,
-    dequantized_rows,
-    float32_product,
-    product,
-)
+from rlkernel_triton.quant.product import bind_w4_product, dense_product, product
 
 # A gradient may arrive at any address; where there is no epilogue it stands for its tensors too.
-_ARRIVES: Final = ("x", "bias", "xa", "lora_b", "residual")
+_ARRIVES: Final = ("x", "x_scale", "bias", "xa", "lora_b", "residual")
 
 
 def qmatmul(call: QmatmulCall) -> Tensor:  # -> [..., R]
@@ -88,7 +82,8 @@ class QmatmulPair(Pair[QmatmulCall, Tensor]):
         """Tensors of the call alone: the packed weight, and x where an activation or LoRA needs it."""
         del result, wanted
         x, bias, a, b, _ = cls.inputs(call)
-        return x if call.activation or a is not None else None, bias, a, b, call.ends, *call.w.flatten()[0]
+        needs_x = call.activation is not None or a is not None
+        return x if needs_x else None, bias, a, b, call.ends, call.lora_ends, *call.w.flatten()[0]
 
 
 class _Prepared:
@@ -115,23 +110,28 @@ class _Prepared:
             return self._w4_product(x, w, NO_EPILOGUE, x.dtype)
         rows = x if x.dim() == 2 else x.reshape(-1, self._K)
         added = None if residual is None else residual.reshape(rows.shape[0], residual.shape[-1])
-        epilogue = Epilogue(call.bias, call.lora, self._activation, added)
+        groups = _groups(call.lora, call.ends, call.lora_ends)
+        epilogue = Epilogue(call.bias, call.lora, self._activation, added, groups)
         with full_precision(x):
             y = product(rows.contiguous(), w, epilogue, self._rounding, call.ends, plan=self._plan)
         return y if x.dim() == 2 else shaped(y, torch.Size((*self._leading, y.shape[-1])))
 
     def backward(self, saved: Saved, dy: Tensor, wanted: tuple[bool, ...]) -> Saved:
         """The gradients of x, bias, A, B and residual that are wanted, as rows and not yet of their dtypes."""
-        x, bias, a, b, ends, *parts = saved
+        x, bias, a, b, ends, lora_ends, *parts = saved
         x = None if x is None else x.reshape(-1, self._K)
         w = QuantTensor.unflatten(parts, self._meta)  # type: ignore[arg-type]  # all parts are there
-        dh = dy
+        lora = None if a is None or b is None else LoRA(a, b, self._lora_scale)
+        groups, dh = _groups(lora, ends, lora_ends), dy
         if self._activation is not None:
-            lora = None if a is None or b is None else LoRA(a, b, self._lora_scale)
-            dh = self._activation_backward(x, w, Epilogue(bias, lora), ends, dy)  # type: ignore[arg-type]
+            dh = self._activation_backward(x, w, Epilogue(bias, lora, groups=groups), ends, dy)  # type: ignore[arg-type]
         dx = _linear_backward(dh.to(self._dtype), ends, w, self._backward_plan) if wanted[0] else None
         da = db = None
-        if a is not None and any((wanted[0], wanted[2], wanted[3])):
+        if lora is not None and x is not None and groups is not None:
+            of = wanted[0], wanted[2], wanted[3]
+            added, da, db = add_low_rank_backward(x, lora, groups, dh, of, self._backward_plan)
+            dx = added if dx is None or added is None else dx.add_(added)
+        elif a is not None and any((wanted[0], wanted[2], wanted[3])):
             low = _float32_matmul(dh, b) * self._lora_scale  # type: ignore[arg-type]  # [M, r] = s dh B
             if dx is not None:
                 dx += _float32_matmul(low, a)
@@ -154,6 +154,11 @@ class _Prepared:
             given = leaf.chunk(2, 1) if self._activation in PAIRS else (leaf,)
             y = ACTIVATIONS[self._activation](*given)
         return torch.autograd.grad(y, leaf, dy.float())[0]
+
+
+def _groups(lora: LoRA | None, ends: Tensor | None, lora_ends: Tensor | None) -> Tensor | None:
+    """Where the rows of each low-rank addition end; None where there is none, or one for all."""
+    return None if lora is None else lora_ends if ends is None else ends
 
 
 def _float32_matmul(left: Tensor, right: Tensor) -> Tensor:

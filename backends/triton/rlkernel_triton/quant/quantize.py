@@ -2,6 +2,7 @@
 
 A weight in tiles is quantized again in place: codes are written as words, nothing in between. Tokens of 8 bits are
 coded by the kernel that quantizes a weight by rows, a token being a row; blocks of 128 columns are left to the core.
+MX and NVFP4 tokens are coded as rows of such a weight, NVFP4 with a second scale for each.
 
 Legend: N rows · K columns · M tokens.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -35,6 +37,7 @@ from rlkernel_triton.quant.block_quantize_kernels import (
     quantize_mx_kernel,
     quantize_nvfp4_kernel,
 )
+from rlkernel_triton.quant.dequantize import dequantizer
 from rlkernel_triton.quant.layouts import check_layout
 from rlkernel_triton.quant.quantize_kernels import (
     AWAY,
@@ -93,6 +96,32 @@ def quantize_activation(x: Tensor, spec: QuantSpec) -> QuantActivation:  # x [M,
     made = _allocator(x, rows, None)()
     _encode(made, x)
     return QuantActivation(made.parts["codes"], made.parts["scale"])
+
+
+def quantize_in_blocks(
+    x: Tensor, spec: QuantSpec, dtype: torch.dtype, plan: Plan | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """x [M, K] as `spec.act` quantizes it in blocks of columns: values in a dtype that holds them, scales of tokens.
+
+    The values of "mxfp8" are whole. Those of "nvfp4" are products of codes and the scales of blocks, which any type
+    holds; the second scale [M] of each token remains to be multiplied with.
+    """
+    if spec.act == "mxfp8" and spec.element == "e2m1":
+        spec = replace(activations.KINDS["mxfp8"], scale_rule=spec.scale_rule)
+    made, of_tokens = _allocator(x, spec, None)(), None
+    if spec.act == "nvfp4":
+        of_tokens = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+        _encode(replace(made, parts=made.parts | {"global_scale": of_tokens}), x, plan)
+        made = replace(made, parts=made.parts | {"global_scale": _one(x.device)})
+    else:
+        _encode(made, x, plan)
+    run = planned(plan, "values of x", x.device, lambda launcher: dequantizer(made, dtype, None, launcher))
+    return run(made), of_tokens
+
+
+@cache
+def _one(device: torch.device) -> Tensor:
+    return lasting(lambda: torch.ones(1, device=device), device)
 
 
 def _quantize_into(out: QuantTensor, weight: Tensor, plan: Plan) -> QuantTensor:
@@ -246,6 +275,7 @@ def _encode_rows(w: QuantTensor, weight: Tensor, scale: Tensor, plan: Plan | Non
 def _encode_blocks(w: QuantTensor, weight: Tensor, plan: Plan | None) -> None:
     """MX, NVFP4 and the k-quants."""
     spec, (N, K) = w.spec, w.shape
+    tokens = spec.format == "nvfp4" and w.parts["global_scale"].shape[0] != 1
     R, C = TILE if spec.format == "nvfp4" else _tile_of(N, K, spec.group)
     weight = _within_31_bits(weight, R, C)
     parts = {name: formats.as_bytes(part) for name, part in w.parts.items()}
@@ -266,8 +296,8 @@ def _encode_blocks(w: QuantTensor, weight: Tensor, plan: Plan | None) -> None:
         )
 
     def scaled(launcher: Launcher) -> tuple[Launch, Launch]:
-        first = launcher.bind(absmax_finite_kernel, **given, GROUP=spec.group)
-        return first, launcher.bind(quantize_nvfp4_kernel, **given, **stored)
+        first = launcher.bind(absmax_finite_kernel, **given, GROUP=spec.group, TOKENS=tokens)
+        return first, launcher.bind(quantize_nvfp4_kernel, **given, **stored, TOKENS=tokens)
 
     def powers(launcher: Launcher) -> Launch:
         element, four = form_of(spec.element), spec.element == "e2m1"
@@ -284,7 +314,7 @@ def _encode_blocks(w: QuantTensor, weight: Tensor, plan: Plan | None) -> None:
         return
     scale = scale.view(torch.uint8)  # that of tiles is in words
     if spec.format == "nvfp4":
-        most = torch.zeros(1, dtype=torch.int32, device=device)
+        most = torch.zeros(N if tokens else 1, dtype=torch.int32, device=device)
         first, last = planned(plan, "scaled", device, scaled)
         first(of_rows, weight, most)
         last(grid, weight, codes, scale, w.parts["global_scale"], most)

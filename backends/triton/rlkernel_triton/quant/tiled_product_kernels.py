@@ -260,6 +260,7 @@ def tiled_product_kernel(
     scale,  # [K / GROUP, rows] of int4, else as `load_e2m1_scales`
     zero,  # as `scale`, of int4 unless SYMMETRIC
     global_scale,  # [1] fp32, nvfp4
+    x_scale,  # [M] fp32, with X_SCALE
     ends,  # [E] integer, with EB: one past each expert's last row of x
     y,  # [M, width] out; width is N // 2 if PAIR, else N
     partial,  # [PARTS, tiles, 2 if PAIR, BN, BM] fp32, with PARTS > 1
@@ -275,8 +276,9 @@ def tiled_product_kernel(
     m_tiles,  # of BM rows of x, over all experts
     FORMAT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
     STAGES: tl.constexpr, GROUP: tl.constexpr, SYMMETRIC: tl.constexpr, FACTORED: tl.constexpr, EB: tl.constexpr,
-    PERMUTED: tl.constexpr, ASM: tl.constexpr, BIAS: tl.constexpr, RANK: tl.constexpr, WIDE_LORA: tl.constexpr,
-    RESIDUAL: tl.constexpr, PAIR: tl.constexpr, ACTIVATION: tl.constexpr, INTERPRETED: tl.constexpr,
+    PERMUTED: tl.constexpr, ASM: tl.constexpr, X_SCALE: tl.constexpr, BIAS: tl.constexpr, RANK: tl.constexpr,
+    WIDE_LORA: tl.constexpr, RESIDUAL: tl.constexpr, PAIR: tl.constexpr, ACTIVATION: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """N (half of it for a pair) is a multiple of BN, K of BK * PARTS; `rows` are those of the weight.
 
@@ -352,7 +354,7 @@ def tiled_product_kernel(
             )
         if last:
             store_epilogue(
-                acc, other, n, m, N, stop, y, residual, residual_row, global_scale, x, bias + above, xa, lora_b,
-                lora_row, lora_rank, lora_scale, 2 if FORMAT == NVFP4 and not FACTORED else 0, False, BIAS, RANK,
+                acc, other, n, m, N, stop, y, residual, residual_row, global_scale, x_scale, bias + above, xa, lora_b,
+                lora_row, lora_rank, lora_scale, 2 if FORMAT == NVFP4 and not FACTORED else 0, X_SCALE, BIAS, RANK,
                 WIDE_LORA, RESIDUAL, PAIR, ACTIVATION, INTERPRETED,
             )  # fmt: skip

@@ -11,6 +11,7 @@ from triton.runtime import interpreter
 import rlkernel as rlk
 from rlkernel_core import quant as reference
 from rlkernel_core.quant import QuantSpec
+from rlkernel_core.quant.activations import quantize_activation as reference_activation
 from rlkernel_core.spec.qmatmul import UNITS, accumulation_bound
 from rlkernel_triton.launchers import plain_launcher_for
 from rlkernel_triton.quant import dequantize, layouts, product, quantize
@@ -122,11 +123,12 @@ def test_tiles_of_an_earlier_build_are_refused_and_it_is_said_to_pack_again(devi
             call(w)
 
 
-def over(y, x, value, rounding):
-    """The largest error over the contract's bound."""
-    exact = (value.to(x.dtype) if rounding == "dtype" else value).double()
+def over(y, x, value, rounding, dtype=None):
+    """The largest error over the contract's bound; `dtype` of a call whose x was quantized."""
+    dtype = dtype or x.dtype
+    exact = (value.to(dtype) if rounding == "dtype" else value).double()
     want, reach = x.double() @ exact.t(), x.double().abs() @ exact.abs().t()
-    unit = UNITS[str(x.dtype).removeprefix("torch.")]
+    unit = UNITS[str(dtype).removeprefix("torch.")]
     return (
         (y.double() - want).abs()
         / accumulation_bound(want, reach, unit=unit, inner=x.shape[1], weight_rounding=rounding)
@@ -150,6 +152,47 @@ def test_products_are_within_the_bound(device, spec, rounding, dtype) -> None:
             assert over(rlk.qmatmul(x, weight, weight_rounding=rounding), x, value, rounding) <= 1
 
 
+TOKENS = [
+    *(named("mxfp4", act="mxfp8", scale_rule=rule) for rule in ("floor", "rceil", "even")),
+    *(named("mxfp8", act="mxfp8", element=element) for element in ("e4m3fn", "e5m2")),
+    *(named("nvfp4", act="nvfp4", rounding=rounding) for rounding in ("even", "away")),
+]
+
+
+@pytest.mark.parametrize("spec", TOKENS, **ids)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], **ids)
+def test_tokens_have_the_values_of_the_definition(device, spec, dtype) -> None:
+    """Whole ones of MXFP8; those of NVFP4 less the scale of each token, which comes beside them."""
+    x = edges(7, 301).to(dtype)
+    want = reference_activation(x, spec)
+    values, scale = quantize.quantize_in_blocks(x.to(device), spec, dtype)
+    if spec.act == "nvfp4":
+        assert same(scale.cpu(), want.global_scale[:, 0])
+        want = replace(want, global_scale=torch.ones_like(want.global_scale))
+    assert same(values.float().cpu(), want.value().to(dtype).float())
+
+
+W4A4, MX_ON_BOTH = TOKENS[5], (TOKENS[0], TOKENS[3])
+ON_BOTH = [(s, "any", torch.bfloat16) for s in (*MX_ON_BOTH, W4A4)]
+ON_BOTH += [(W4A4, "dtype", torch.float16), (TOKENS[0], "dtype", torch.float16), (TOKENS[3], "none", torch.float16)]
+ON_BOTH += [(W4A4, "none", torch.float32)]
+
+
+@pytest.mark.parametrize(("spec", "rounding", "dtype"), ON_BOTH, **ids)
+@pytest.mark.parametrize("experts", [False, True], ids=["one weight", "experts"])
+def test_products_of_quantized_tokens_are_within_the_bound(device, spec, rounding, dtype, experts) -> None:
+    """Canonical and in tiles; rows of one expert are those of one weight."""
+    g = torch.Generator().manual_seed(3)
+    w = reference.quantize(torch.randn(64, 128, generator=g).to(device), spec)
+    x = torch.randn(5, 128, generator=g).to(device, dtype)
+    tokens, value = reference_activation(x, spec).value(), reference.dequantize(w, dtype=torch.float32)
+    ends = {"ends": torch.tensor([0, 5], dtype=torch.int32, device=device)} if experts else {}
+    value = value[32:] if experts else value
+    for weight in (w, rlk.prepack(w)):
+        y = rlk.qmatmul(x, weight, weight_rounding=rounding, **ends)
+        assert over(y, tokens, value, rounding, x.dtype) <= 1
+
+
 @pytest.mark.parametrize("config", [TileConfig(16, 64, 2, 4), TileConfig(32, 32, 2, 4)], ids=str)
 @pytest.mark.parametrize("kind", ["mxfp4", "nvfp4", "int4_g128_asym"])
 def test_parts_of_k_add_up(device, kind, config) -> None:
@@ -160,6 +203,15 @@ def test_parts_of_k_add_up(device, kind, config) -> None:
     launcher = plain_launcher_for(x.device)
     product.TiledProduct(launcher, x, packed, NO_EPILOGUE, "any", None, y, config, 2)(x, packed, NO_EPILOGUE, None, y)
     assert over(y, x, reference.dequantize(w, dtype=torch.float32), "any") <= 1
+
+
+def test_experts_of_integers_round_no_weight(device) -> None:
+    g = torch.Generator().manual_seed(3)
+    w = reference.quantize(torch.randn(64, 300, generator=g).to(device), "int8_w8a8")
+    x, ends = torch.randn(5, 300, generator=g).to(device, torch.float16), torch.tensor([0, 5], dtype=torch.int32)
+    y = rlk.qmatmul(x, w, ends=ends.to(device), weight_rounding="dtype")
+    tokens, value = reference_activation(x, w.spec).value(), reference.dequantize(w, dtype=torch.float32)[32:]
+    assert over(y, tokens, value, "none", x.dtype) <= 1
 
 
 @pytest.mark.parametrize("experts", [1, 2])

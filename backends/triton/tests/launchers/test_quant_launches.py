@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from rlkernel_core.errors import ArgumentError
-from rlkernel_core.spec.qmatmul import QmatmulCall
+from rlkernel_core.quant import QuantSpec
+from rlkernel_core.spec.qmatmul import LoRA, QmatmulCall
 from rlkernel_core.spec.quantize import DequantizeCall, QuantizeCall
-from rlkernel_triton.launchers import Recorder, using
+from rlkernel_triton.launchers import Recorder, planning_for, using
 from rlkernel_triton.quant import dequantize, product, qmatmul, quantize
 from rlkernel_triton.quant.tile_config import Machine
 
@@ -113,6 +114,25 @@ def test_products_and_their_gradients_are_bound_once_a_shape(name, experts):
         bound = []
         for _ in range(2):
             run(QmatmulCall(x, w, **given)).float().sum().backward()
+            bound.append(recorder.bound)
+    assert bound[0] == bound[1]
+    half = len(recorder.launches) // 2
+    assert recorder.launches[:half] == recorder.launches[half:]
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["adapters", "experts"])
+@pytest.mark.parametrize("act", ["none", "nvfp4"])
+def test_products_with_adapters_and_quantized_tokens_are_bound_once_a_shape(act, experts):
+    recorder, x = Counting(), weight()[:6].bfloat16().requires_grad_()
+    lora = LoRA(torch.zeros(2, 4, 256, requires_grad=True), torch.zeros(2, 32 if experts else 64, 4))
+    given = {"lora": lora, "ends" if experts else "lora_ends": torch.tensor([2, 6], dtype=torch.int32)}
+    with planning_for("sm_90"), using(recorder):
+        w = quantize.quantize(QuantizeCall(weight(), QuantSpec.named("nvfp4", act=act)))
+        recorder.launches.clear()
+        run = qmatmul.prepare(QmatmulCall(x, w, activation="silu", **given))
+        bound = []
+        for _ in range(2):
+            run(QmatmulCall(x, w, activation="silu", **given)).float().sum().backward()
             bound.append(recorder.bound)
     assert bound[0] == bound[1]
     half = len(recorder.launches) // 2
