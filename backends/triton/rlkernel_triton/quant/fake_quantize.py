@@ -37,10 +37,8 @@ from rlkernel_triton.quant.quantize import (
     _ROUNDINGS,
     ROW_TILE,
     SUPER_BLOCK,
-    TILE,
     _integers,
     _tile_arguments,
-    _tile_of,
     _within_31_bits,
     quantize,
 )
@@ -140,12 +138,13 @@ class _Host:
         table = spec.element in {"nf4", "fp4"}
         if table and K % spec.group:  # blocks go on from row to row
             weight, N, K = weight.reshape(1, N * K), 1, N * K
-        R, C = (1, 2048) if N == 1 else TILE if spec.element == "nf4" else _tile_of(N, K, spec.group)
+        size, warps = (2048, 2) if table else (8192, 4)
+        R, C = (1, 2048) if N == 1 else _tile_of(N, K, spec.group, size)
         weight = _within_31_bits(weight, R, C)
 
         def bound(launcher: Launcher) -> Launch:
             return launcher.bind(
-                kernels.fake_groups_kernel, num_warps=4, any_alignment=_ARRIVING,
+                kernels.fake_groups_kernel, num_warps=warps, any_alignment=_ARRIVING,
                 **_tile_arguments(weight, N, K, R, C), largest=_LARGEST[spec.scale_rule],
                 GROUP=spec.group, ELEMENT=formats.Element.of(spec).ELEMENT, SCALE_TYPE=_SCALE_TYPES[spec.scale_dtype],
                 SYMMETRIC=spec.symmetric, FLOAT_ZERO=spec.float_zero,
@@ -161,6 +160,8 @@ class _Host:
         """A scale for each row, for each block of 128 x 128, or for the whole weight."""
         spec, (N, K) = self._spec, weight.shape
         R, C = (128, 128) if spec.rows == 128 else ROW_TILE
+        if spec.rows == 1:  # long tiles that need no masks; not for one scale in all, which reads a number a tile
+            R, C = next(((2048 // c, c) for c in (2048, 1024) if K % c == 0 and N % (2048 // c) == 0), ROW_TILE)
         tiles, weight = triton.cdiv(N, R), _within_31_bits(weight, R, K)
 
         def bound(launcher: Launcher) -> tuple[Launch | None, Launch]:
@@ -188,7 +189,7 @@ class _Host:
     def _blocks(self, weight: Tensor, out: Tensor, up: Tensor | None) -> None:
         """MX, NVFP4 and the k-quants."""
         spec, (N, K) = self._spec, weight.shape
-        R, C = TILE if spec.format == "nvfp4" else _tile_of(N, K, spec.group)
+        R, C = _tile_of(N, K, spec.group, 4096)
         weight = _within_31_bits(weight, R, C)
 
         def bound(launcher: Launcher) -> tuple[Launch | None, Launch]:
@@ -217,6 +218,12 @@ class _Host:
             first((triton.cdiv(N, R), 1, 1), weight, most)
             tensors.append(most)
         last(grid, *tensors)
+
+
+def _tile_of(N: int, K: int, group: int, size: int) -> tuple[int, int]:
+    """Rows and columns of a program with `size` weights or fewer; tiles that divide a weight need no masks."""
+    columns = (c for c in (512, 256, 128, 64) if c % group == 0 and K % c == 0)
+    return next(((size // c, c) for c in columns if N % (size // c) == 0), (min(size, 4096) // 256, 256))
 
 
 _ARRIVING: Final = ("up",)
