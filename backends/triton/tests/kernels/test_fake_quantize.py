@@ -61,7 +61,7 @@ def test_values_and_clipped_gradients_have_the_bits_of_plain_torch(device, spec,
 
 
 @pytest.mark.parametrize("name", ["int8_channel", "nf4", "mxfp4"])
-@pytest.mark.parametrize("sizes", [(8, 2048), (8, 1024), (7, 1024)], ids=str)  # tiles of every kind, and none that divides
+@pytest.mark.parametrize("sizes", [(8, 2048), (8, 1024), (7, 1024)], ids=str)  # three kinds of tile
 def test_the_tile_of_a_weight_changes_no_bit(device, name, sizes) -> None:
     w = weight(*sizes, device, torch.float32)
     same(rlk.fake_quantize(w, name), reference.dequantize(reference.quantize(w, named(name)), dtype=torch.float32))
