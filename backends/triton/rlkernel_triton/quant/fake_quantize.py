@@ -45,6 +45,7 @@ from rlkernel_triton.quant.quantize import (
 from rlkernel_triton.quant.quantize_kernels import absmax_kernel
 from rlkernel_triton.quant.tile_config import machine
 
+BLOCK: Final = 128  # rows and columns that share a scale in the formats of blocks
 _CELLS: Final[dict[tuple[QuantSpec, torch.device], Tensor]] = {}
 
 
@@ -159,18 +160,19 @@ class _Host:
     def _rows(self, weight: Tensor, out: Tensor, up: Tensor | None) -> None:
         """A scale for each row, for each block of 128 x 128, or for the whole weight."""
         spec, (N, K) = self._spec, weight.shape
-        R, C = (128, 128) if spec.rows == 128 else ROW_TILE
+        R, C = (16, BLOCK) if spec.rows == BLOCK else ROW_TILE
         if spec.rows == 1:  # long tiles that need no masks; not for one scale in all, which reads a number a tile
             R, C = next(((2048 // c, c) for c in (2048, 1024) if K % c == 0 and N % (2048 // c) == 0), ROW_TILE)
-        tiles, weight = triton.cdiv(N, R), _within_31_bits(weight, R, K)
+        side = BLOCK if spec.rows == BLOCK else R
+        tiles, weight = triton.cdiv(N, side), _within_31_bits(weight, side, K)
 
         def bound(launcher: Launcher) -> tuple[Launch | None, Launch]:
             form = FLOAT8.get(spec.element)
             given = _tile_arguments(weight, N, K, R, C)
             rows = launcher.bind(
-                kernels.fake_rows_kernel, num_warps=8 if spec.rows == 128 else 4, any_alignment=_ARRIVING, **given,
+                kernels.fake_rows_kernel, num_warps=4, any_alignment=_ARRIVING, **given,
                 largest=_LARGEST.get(spec.scale_rule) or (form.max if form else 1.0), parts=tiles,
-                ROWS={0: 0, 1: 1, 128: 2}[spec.rows], **formats.Element.of(spec).constants,
+                ROWS={0: 0, 1: 1, BLOCK: 2}[spec.rows], SIDE=side, **formats.Element.of(spec).constants,
                 SCALE_TYPE=_SCALE_TYPES[spec.scale_dtype], SYMMETRIC=spec.symmetric,
                 POWER=spec.scale_rule == "absmax/max_pow2", **_numbers(spec), LARGEST=form.max if form else 0.0,
                 PARTS=triton.next_power_of_2(tiles) if spec.rows == 0 else 1,
@@ -183,7 +185,7 @@ class _Host:
         if first is not None:
             partial = torch.empty(tiles, dtype=torch.int32, device=weight.device)
             first((tiles, 1, 1), weight, partial)
-        grid = (tiles, triton.cdiv(K, C) if spec.rows == 128 else 1, 1)
+        grid = (tiles, triton.cdiv(K, C) if spec.rows == BLOCK else 1, 1)
         rows(grid, weight, out if up is None else up, out, partial)
 
     def _blocks(self, weight: Tensor, out: Tensor, up: Tensor | None) -> None:

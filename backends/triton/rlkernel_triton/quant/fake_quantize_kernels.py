@@ -5,8 +5,8 @@ fp32, rounded to nearest even, none contracted (launch with `enable_fp_fusion=Fa
 its scale to its values. BACKWARD: what is written is the upstream gradient, or 0 where the weight is beyond the values
 of its group's codes, whose scale is found again.
 
-Bytes: the weight once by groups and by blocks, twice by rows (the second time mostly from cache), in all (`nvfp4` too);
-the result out. BACKWARD reads the gradient besides.
+Bytes: the weight once by groups and by blocks of a row, twice by rows and by 128 x 128 (the second time mostly from
+cache), and in all (`nvfp4` too); the result out. BACKWARD reads the gradient besides.
 
 Legend: N rows · K columns · R x C tile of a program · B groups of a tile, of GROUP columns each, in MANY runs of RUN.
 """
@@ -343,8 +343,8 @@ def fake_rows_kernel(
     largest,  # fp32: what the scale's rule divides by
     partial,  # [parts] int32, with ROWS 0: what `absmax_kernel` wrote
     N, K, parts,
-    R: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, ELEMENT: tl.constexpr, SCALE_TYPE: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, SIDE: tl.constexpr, ELEMENT: tl.constexpr,
+    SCALE_TYPE: tl.constexpr, SYMMETRIC: tl.constexpr,
     POWER: tl.constexpr,  # scales are powers of two
     LEAST: tl.constexpr, MOST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr,
     LARGEST: tl.constexpr,  # of the 8-bit float
@@ -352,18 +352,27 @@ def fake_rows_kernel(
     CAST: tl.constexpr,  # the GPU has an instruction for e4m3fn
     BACKWARD: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """A scale per row (ROWS 1: the row is read twice), per R x C block (ROWS 2: once), or one in all (ROWS 0)."""
-    row = tl.program_id(0) * R
+    """A scale per row (ROWS 1), per block of SIDE rows and C columns (ROWS 2), or one in all (ROWS 0).
+
+    Rows and blocks are read twice, tile by tile.
+    """
     first = tl.program_id(1) * C
     if ROWS == 2:
-        x = load_weights(w, row_stride, column_stride, row, first, N, K, WHOLE, INTERPRETED, R, C)
-        bits = tl.max(tl.max(abs_bits(x), axis=1), axis=0)
+        row = tl.program_id(0) * SIDE
+        end = tl.minimum(row + SIDE, N)
+        most = tl.zeros((R, C), tl.float32)
+        for part in range(row, end, R):
+            x = load_weights(w, row_stride, column_stride, part, first, N, K, WHOLE, INTERPRETED, R, C)
+            most = max_or_nan(most, tl.abs(x))
+        bits = tl.max(tl.max(abs_bits(most), axis=1), axis=0)
         low, high = bits.to(tl.float32), bits.to(tl.float32)
     elif ROWS == 0:
         at = tl.arange(0, PARTS)
         bits = tl.max(tl.load(partial + at, mask=at < parts, other=0), axis=0)
         low, high = bits.to(tl.float32), bits.to(tl.float32)
+        row = tl.program_id(0) * R
     else:
+        row = tl.program_id(0) * R
         most, least, top = tl.zeros((R, C), tl.float32), tl.zeros((R, C), tl.float32), tl.zeros((R, C), tl.float32)
         for column in range(0, K, C):
             x = load_weights(w, row_stride, column_stride, row, column, N, K, WHOLE, INTERPRETED, R, C)
@@ -385,10 +394,12 @@ def fake_rows_kernel(
         one = tl.zeros((1, 1), tl.float32)
         scale, divisor, z = scale + one, divisor + one, z + one
     if ROWS == 2:
-        fake_tile(
-            x, scale, divisor, usual, z, up, out, row, first, N, K, ELEMENT, LEAST, MOST, MANTISSA, BIAS, FNUZ, LARGEST,
-            CAST, BACKWARD, WHOLE, INTERPRETED, R, C,
-        )  # fmt: skip
+        for part in range(row, end, R):
+            x = load_weights(w, row_stride, column_stride, part, first, N, K, WHOLE, INTERPRETED, R, C)
+            fake_tile(
+                x, scale, divisor, usual, z, up, out, part, first, N, K, ELEMENT, LEAST, MOST, MANTISSA, BIAS, FNUZ,
+                LARGEST, CAST, BACKWARD, WHOLE, INTERPRETED, R, C,
+            )  # fmt: skip
     else:
         for column in range(0, K, C):
             x = load_weights(w, row_stride, column_stride, row, column, N, K, WHOLE, INTERPRETED, R, C)

@@ -60,8 +60,18 @@ def test_values_and_clipped_gradients_have_the_bits_of_plain_torch(device, spec,
         same(d_w, gradient(w, spec, up))
 
 
-@pytest.mark.parametrize("name", ["int8_channel", "nf4", "mxfp4"])
-@pytest.mark.parametrize("sizes", [(8, 2048), (8, 1024), (7, 1024)], ids=str)  # three kinds of tile
+THREE_TILES = [(8, 2048), (8, 1024), (7, 1024)]
+OF_BLOCKS = [(144, 256), (137, 130)]  # a last block of fewer rows, and of fewer columns
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        *((name, sizes) for name in ("int8_channel", "nf4", "mxfp4") for sizes in THREE_TILES),
+        *(("fp8_block128", sizes) for sizes in OF_BLOCKS),
+    ],
+    ids=str,
+)
 def test_the_tile_of_a_weight_changes_no_bit(device, name, sizes) -> None:
     w = weight(*sizes, device, torch.float32)
     same(rlk.fake_quantize(w, name), reference.dequantize(reference.quantize(w, named(name)), dtype=torch.float32))
