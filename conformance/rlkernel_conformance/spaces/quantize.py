@@ -123,12 +123,12 @@ def _bits(part: Tensor) -> Want:
 
 
 def real(subject: Subject) -> list[Mapping[str, Any]]:
-    """Every format at the lengths of real models, and at values in the middle of two codes; many rows; a long row."""
+    """Every format at the lengths of real models, and at values in the middle of two codes; many rows, the fewest of these first; a long row."""
     every = weights.every(subject, SCALE_RULES)
     long = [{**kind, "K": K, "N": 2} for kind, K in weights.lengths(every)]
     tall = [{**kind, "K": 40, "N": N} for kind, N in zip(every[::29], TALL * 3, strict=False)]
     middles = [{**kind, "K": 64, "values": values} for kind in every for values in ("codes", "wide")]
-    return [*long, *middles, *tall, *({**kind, "K": WIDE, "N": 1} for kind in every[::65])]
+    return [*tall[:1], *long, *middles, *tall[1:], *({**kind, "K": WIDE, "N": 1} for kind in every[::65])]
 
 
 TENSORS = {"weight": Argument()}
