@@ -37,6 +37,12 @@ def actor(folder) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
+def workers(folder) -> dict[str, Any]:
+    pytest.importorskip("ray")
+    return found_by("workers", folder)
+
+
+@pytest.fixture(scope="module")
 def adapted(folder) -> Path:
     pytest.importorskip("peft")
     adapters(folder)
@@ -69,11 +75,17 @@ def test_an_engine_in_an_actor_of_ray_says_what_it_ran(actor, folder) -> None:
     assert "vllm quantization" in through
 
 
-def test_a_worker_that_is_an_actor_of_ray_draws_what_it_draws_in_a_process(actor, folder) -> None:
-    found = found_by("workers", folder)
-    assert found["executor"] == "RayExecutorV2"
-    assert found["drawn"] == actor["process"]
-    said = json.loads(Path(found["record"][0]).read_text())
+def test_two_ranks_that_are_actors_of_ray_draw_what_one_process_draws(actor, workers) -> None:
+    assert workers["executor"] == "RayExecutorV2"
+    assert workers["drawn"] == actor["process"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_rank_that_is_an_actor_of_ray_says_what_it_ran(workers, folder, rank, cli) -> None:
+    at = folder / "workers" / ("", "rank1")[rank]
+    assert workers["record"][rank] == str(at / "decisions.json")
+    said = json.loads(cli("status", str(at), "--json").stdout)
+    assert {"vllm", "vllm quantization"} <= {entry["host"] for entry in said["hosts"]}
     assert {"sample@1", "qmatmul@1"} <= {ran["call"]["op"] for ran in said["decisions"]}
 
 

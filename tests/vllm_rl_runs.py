@@ -17,6 +17,8 @@ from tests.vllm_runs import FILTERS, PROMPTS, RECORD, SEEDS, TOKENS, engine, par
 ADAPTERS = ("first", "second")
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 HOT = 0.7  # a temperature at which the raw law is not the tempered one
+SPLIT = {"quant_method": "rlkernel", "format": "int4_g32"}  # groups that half of the columns have whole
+QUANTIZED = {"quantization": "rlkernel", "hf_overrides": {"quantization_config": SPLIT}, "worker_extension_cls": RECORD}
 
 
 def seeded(**more: Any) -> list[Any]:
@@ -34,7 +36,7 @@ class Holder:
     """An actor that has an engine in its process, as TRL, verl and OpenRLHF have one."""
 
     def __init__(self, folder: Path) -> None:
-        self.llm = engine(folder, quantization="rlkernel", worker_extension_cls=RECORD)
+        self.llm = engine(folder, **QUANTIZED)
 
     def drawn(self) -> list[list[int]]:
         return tokens(self.llm, PROMPTS, seeded())
@@ -57,16 +59,15 @@ def actor(folder: Path) -> dict[str, Any]:
 
 
 def workers(folder: Path) -> dict[str, Any]:
-    """An engine in this process whose worker is an actor."""
+    """An engine in this process whose two ranks are actors."""
     import ray
 
     ray.init(
-        num_cpus=1, num_gpus=1, include_dashboard=False,
+        num_cpus=1, num_gpus=2, include_dashboard=False,
         runtime_env={"worker_process_setup_hook": f"{__spec__.name}.as_a_gpu"},
     )  # fmt: skip
     as_a_gpu()
-    more = {"quantization": "rlkernel", "worker_extension_cls": RECORD, "distributed_executor_backend": "ray"}
-    llm = engine(folder, **more)
+    llm = engine(folder, **QUANTIZED, tensor_parallel_size=2, distributed_executor_backend="ray")
     return {
         "drawn": tokens(llm, PROMPTS, seeded()),
         "executor": type(llm.llm_engine.model_executor).__name__,
