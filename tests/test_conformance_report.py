@@ -130,6 +130,37 @@ def test_what_a_device_could_not_run_is_an_error_in_junit_and_no_failure() -> No
     assert [child.tag for child in case] == ["error"]
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (str({"lengths": ((5, 300), *[(1, 2)] * 1024, (1, 3)), "D": 64}),
+         "{'lengths': ((5, 300), 1024 x (1, 2), (1, 3)), 'D': 64}"),
+        (str({"lengths": [7] * 8, "heads": (2, 2, 2, 2)}), "{'lengths': [8 x 7], 'heads': (2, 2, 2, 2)}"),
+        (str([1] * 7), str([1] * 7)),
+        (str([1] * 8 + [12]), "[8 x 1, 12]"),
+        (str([21] + [1] * 8), "[21, 8 x 1]"),
+    ],
+)  # fmt: skip
+def test_equal_entries_in_a_row_are_counted_for_people(text, expected) -> None:
+    assert documents.counted(text) == expected
+
+
+def test_sizes_that_were_not_executed_are_printed_with_equal_entries_counted(tmp_path, cli) -> None:
+    missed = str({"lengths": ((1, 2),) * 1024})
+    covered = {"executed": 1, "possible": 2, "missed": [missed]}
+    documents.write(reports.report({SUBJECT: found(coverage=covered)}, PROFILES["standard"]), tmp_path)
+    said = cli("conformance", "report", str(tmp_path)).stdout
+    assert "GF-01 t: not executed\n  {'lengths': (1024 x (1, 2))}" in said
+    assert documents.read(tmp_path)["operators"]["group_filter@1"]["clauses"][0]["coverage"]["missed"] == [missed]
+
+
+def test_a_call_that_fails_is_written_with_equal_entries_counted() -> None:
+    call = f"group_filter(lengths={((1, 2),) * 1024})"
+    content = reports.report({SUBJECT: found(status="fault", fault="exception", message="m", call=call)}, EFFORT)
+    assert "The call: `group_filter(lengths=(1024 x (1, 2)))`" in documents.markdown(content)
+    assert content["operators"]["group_filter@1"]["clauses"][0]["call"] == call
+
+
 def test_reports_are_compared_clause_by_clause(content) -> None:
     worse = json.loads(json.dumps(content))
     worse["operators"]["group_filter@1"]["clauses"][1]["status"] = "violated"

@@ -30,6 +30,7 @@ _COLORS: Final = {
 
 FILE: Final = "report.json"
 _WORDS: Final = re.compile(r'\[\s*"[\w:./@+-]*"(?:,\s*"[\w:./@+-]*")*\s*\]')
+_EQUAL: Final = re.compile(r"(?<![^\s(\[])(\([^()]*\)|\[[^\[\]]*\]|[^\s,()\[\]]+)(?:, \1){7,}(?=[,)\]]|$)")
 
 
 def put(content: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -126,6 +127,11 @@ def _place(kind: str, env: Mapping[str, Any]) -> str:
     return f"{board['name']} (JetPack {board['jetpack']}, {board['power_mode']})" if board else str(env["device_name"])
 
 
+def counted(text: str) -> str:
+    """Text of a call or a size for people: eight or more equal entries of a list in a row are one, with their count."""
+    return _EQUAL.sub(lambda m: f"{(len(m[0]) + 2) // (len(m[1]) + 2)} x {m[1]}", text)
+
+
 def markdown(content: Mapping[str, Any]) -> str:
     """The report for people."""
     lines = [
@@ -188,8 +194,8 @@ def _failure(op: str, clause: Mapping[str, Any]) -> list[str]:
     lines = ["", f"## {op} {clause['clause']}: {clause['title']}", ""]
     if waiver := clause.get("waiver"):
         lines += [f"Waived until {waiver['expires']}: {waiver['reason']} ({waiver['issue']})", ""]
-    lines.append(f"{clause['fault'] or clause['status'].replace('_', ' ')}: {clause['message']}")
-    lines += ["", f"The call: `{clause['call']}`"] if clause.get("call") else []
+    lines.append(f"{clause['fault'] or clause['status'].replace('_', ' ')}: {counted(clause['message'])}")
+    lines += ["", f"The call: `{counted(clause['call'])}`"] if clause.get("call") else []
     return [*lines, *(["", "```python", clause["reproduce"].rstrip(), "```"] if clause["reproduce"] else [])]
 
 

@@ -9,7 +9,7 @@ import typer
 
 from rlkernel.cli.output import plain, print_json, print_table
 from rlkernel_conformance import tolerances
-from rlkernel_conformance.documents import place, providers
+from rlkernel_conformance.documents import counted, place, providers
 from rlkernel_conformance.report import NOT_ASKED, REFUTED, STATUSES
 
 _FAILING: Final = ("fails", "unfinished")
@@ -46,9 +46,8 @@ def show(content: dict[str, Any], *, json: bool) -> None:
             missed = clause.get("coverage", {}).get("missed", ())
             thorough = content["runs"][clause["run"]]["profile"]["thorough"]
             if missed and thorough and clause["status"] == "held":
-                typer.echo(
-                    f"{op} {clause['clause']} {clause['title']}: not executed\n  " + "\n  ".join(missed[:_SHOWN])
-                )
+                told = [f"{op} {clause['clause']} {clause['title']}: not executed", *map(counted, missed[:_SHOWN])]
+                typer.echo("\n  ".join(told))
 
 
 def _covered(found: dict[str, Any]) -> str:
@@ -64,8 +63,8 @@ def _lines(op: str, clause: dict[str, Any]) -> list[str]:
     return [
         f"{op} {clause['clause']} {clause['title']}",
         *excuse,
-        f"  {clause['fault'] or clause['status'].replace('_', ' ')}: {clause['message']}",
-        *([f"  the call: {clause['call']}"] if clause.get("call") else []),
+        f"  {clause['fault'] or clause['status'].replace('_', ' ')}: {counted(clause['message'])}",
+        *([f"  the call: {counted(clause['call'])}"] if clause.get("call") else []),
         *(f"    {line}" for line in clause["reproduce"].splitlines()),
     ]
 
