@@ -110,6 +110,11 @@ def test_a_spawned_engine_has_our_formats_and_our_draw(apart, folder, cli) -> No
     assert "through vllm quantization" in said
 
 
+def test_quantized_weights_draw_the_same_where_prompts_are_partly_in_the_prefix_cache(apart) -> None:
+    assert apart["hits"] > 0
+    assert apart["without hits"] == apart["first"]["drawn"]
+
+
 def test_reload_weights_fills_quantized_layers_in_place(apart) -> None:
     assert apart["again"] == apart["first"]
     assert apart["updated"]["greedy"] == apart["transformers update"]

@@ -191,13 +191,16 @@ def processed(folder: Path, prompt: list[int], drawn: list[int]) -> list[float]:
 
 def apart(folder: Path) -> dict[str, Any]:
     """In a process of its own, spawned: weights quantized while they are read, and reloaded, layer by layer."""
-    llm = engine(folder, quantization="rlkernel", worker_extension_cls=RECORD)
+    llm = engine(folder, quantization="rlkernel", worker_extension_cls=RECORD, disable_log_stats=False)
     seeded = [params(s, **FILTERS) for s in SEEDS]
 
     def both() -> dict[str, Any]:
         return {"greedy": tokens(llm, PROMPTS, params(temperature=0)), "drawn": tokens(llm, PROMPTS, seeded)}
 
     found: dict[str, Any] = {"first": both()}
+    found["hits"] = sum(m.value for m in llm.get_metrics() if m.name == "vllm:prefix_cache_hits")
+    llm.reset_prefix_cache()
+    found["without hits"] = tokens(llm, PROMPTS, seeded)
     llm.collective_rpc("reload_weights")
     llm.reset_prefix_cache()
     found["again"] = both()
