@@ -123,7 +123,7 @@ def _bits(part: Tensor) -> Want:
 
 
 def real(subject: Subject) -> list[Mapping[str, Any]]:
-    """Every format at the lengths of real models, and in the middle of two codes; the least of many rows first; a long row."""
+    """Every format at the lengths of real models, and in the middle of two codes; the least of many rows first."""
     every = weights.every(subject, SCALE_RULES)
     long = [{**kind, "K": K, "N": 2} for kind, K in weights.lengths(every)]
     tall = [{**kind, "K": 40, "N": N} for kind, N in zip(every[::29], TALL * 3, strict=False)]
