@@ -46,6 +46,11 @@ def test_a_cell_says_the_verdict_and_how_many_clauses_it_stands_for(tmp_path) ->
     assert "| `logprob` | - | - |" in lines
 
 
+def test_a_cell_counts_clauses_that_had_no_answer_in_time() -> None:
+    clauses = [{"status": "held", "fault": None}, {"status": "fault", "fault": "timeout"}]
+    assert reports.standing("fails", clauses) == "fails, 1 of 2 hold, 1 late"
+
+
 def test_a_cell_says_how_many_claims_no_case_needed(tmp_path) -> None:
     outcome = Outcome("whiten", "WH-01", "t", "held", executed=1, features=tuple(sorted(SUBJECT.claims))[2:])
     documents.write(reports.report({SUBJECT: [outcome]}, Profile("test", 1, 60)), tmp_path / "here")
@@ -119,8 +124,20 @@ def test_hardware_is_measured_where_a_report_of_kernels_was_made_on_its_card(tmp
     renamed(tmp_path / "triton", operators=operators)
     lines = by_hardware(tmp_path).splitlines()
     assert lines[0] == "| Operator | NVIDIA Hopper |"
-    assert f"| `whiten` | measured on H100; fails 1 clause of `triton`{age} |" in lines
+    assert f"| `whiten` | measured on H100; `triton` fails 1 clause{age} |" in lines
     assert lines[-1].startswith("Reports: [`triton`](triton/report.md) (")
+
+
+def test_hardware_tells_a_clause_that_had_no_answer_in_time_from_one_that_fails(tmp_path) -> None:
+    write(tmp_path / "triton", "violated", "fault")
+    on_card(tmp_path / "triton", "triton")
+    operators = documents.read(tmp_path / "triton")["operators"]
+    now = sources_now(documents.read(tmp_path / "triton"))["whiten@1"]
+    for clause in operators["whiten@1"]["clauses"]:
+        clause |= {"sources": now, "fault": "timeout" if clause["status"] == "fault" else clause["fault"]}
+    renamed(tmp_path / "triton", operators=operators)
+    said = "measured on H100; `triton` fails 1 clause and had no answer in time for 1 clause"
+    assert f"| `whiten` | {said} |" in by_hardware(tmp_path).splitlines()
 
 
 def test_plain_torch_on_a_card_is_not_a_kernel_that_was_measured(tmp_path) -> None:

@@ -123,17 +123,20 @@ def _cards(names: str) -> set[str]:
 
 
 def _failing(backend: str, op: str, found: Mapping[str, Any], now: str | None) -> str:
-    """How many clauses of a backend fail; whether all these results are of other sources or attacks than today's."""
-    failed = {c["clause"] for c in found["clauses"] if c["status"] in {"violated", "fault"}}
-    age = ", *older*" if failed <= older(found, now) | changed(op, found) else ""
-    return f"{len(failed)} clause{'s' * (len(failed) > 1)} of `{backend}`{age}"
+    """How many clauses of a backend fail, or got no answer in time; whether all are of other sources or attacks."""
+    fault = {c["clause"]: c["fault"] for c in found["clauses"] if c["status"] in {"violated", "fault"}}
+    age = ", *older*" if {*fault} <= older(found, now) | changed(op, found) else ""
+    late = sum(why == "timeout" for why in fault.values())
+    counts = (("fails", len(fault) - late), ("had no answer in time for", late))
+    said = [f"{verb} {n} clause{'s' * (n > 1)}" for verb, n in counts if n]
+    return f"`{backend}` {' and '.join(said)}{age}"
 
 
 def _cell(seen: _Seen) -> str:
     """The strongest that is known, in words; empty where nothing is."""
     if seen.cards:
         failing = ", ".join(text for _, text in sorted(seen.failing.items()))
-        return f"measured on {', '.join(sorted(seen.cards))}" + (f"; fails {failing}" if failing else "")
+        return f"measured on {', '.join(sorted(seen.cards))}" + (f"; {failing}" if failing else "")
     if seen.simulated:
         return "executed in a simulator"
     if seen.elsewhere:

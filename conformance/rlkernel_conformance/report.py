@@ -299,13 +299,15 @@ def _packages(subjects: Iterable[Subject]) -> tuple[str, ...]:
 def standing(verdict: str, clauses: Iterable[Mapping[str, Any]]) -> str:
     """A verdict with the clauses that it stands for: `holds 25`, `holds 33 of 34`, or `fails, 24 of 25 hold`.
 
-    Counted are the clauses that the claims call for. One of 34 that has no room on the device is not held.
+    Counted are the clauses that the claims call for. One of 34 that has no room on the device is not held. Clauses
+    that failed for want of an answer in time are counted once more: `fails, 24 of 25 hold, 1 late`.
     """
-    due = [c["status"] for c in clauses if c["status"] != "not_claimed"]
-    held = due.count("held")
+    called = [c for c in clauses if c["status"] != "not_claimed"]
+    due = [c["status"] for c in called]
+    held, late = due.count("held"), sum(c["status"] == "fault" and c["fault"] == "timeout" for c in called)
     if verdict == "holds":
         return f"holds {held}" if held == len(due) else f"holds {held} of {len(due)}"
-    return f"{verdict}, {held} of {len(due)} hold"
+    return f"{verdict}, {held} of {len(due)} hold" + (f", {late} late" if late else "")
 
 
 def worst(verdicts: Iterable[str]) -> str:
