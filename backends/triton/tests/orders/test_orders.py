@@ -160,8 +160,15 @@ def derived(op, target, given, up):
     return {n: trace.hashes(x) for n, x in zip(["y", *wanted], [y.detach(), *grads], strict=True)}
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
-@pytest.mark.parametrize(("sizes", "K", "N"), [((3, 0, 2), 144, 48), ((200, 1, 60), 144, 48), ((90, 61), 256, 272)])
+@pytest.mark.parametrize(
+    ("sizes", "K", "N", "target"),
+    [
+        ((3, 0, 2), 144, 48, "sm_80"),
+        ((90, 61), 256, 272, "sm_90"),
+        pytest.param((200, 1, 60), 144, 48, "sm_90", marks=pytest.mark.slow),
+        pytest.param((90, 61), 256, 272, "sm_80", marks=pytest.mark.slow),
+    ],
+)
 def test_rows_of_an_expert_add_as_linear_does(sizes, K, N, target) -> None:
     """Results, and gradients of rows and weights: tiles for few rows of an expert and for many, chunks of any size.
 
