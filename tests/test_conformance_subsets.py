@@ -44,9 +44,19 @@ def some_of(op: str, share: float, seed: int) -> frozenset[str]:
     return frozenset(kept)
 
 
+HEADS = ("linear_logprob", "linear_policy_loss")  # a quarter of a minute each
+
+
 @pytest.mark.filterwarnings("ignore::rlkernel_core.errors.FallbackWarning")  # captures that run eagerly say so
-@pytest.mark.parametrize("share", [0.0, 0.4])
-@pytest.mark.parametrize("op", [op for op in OPERATORS if op != "capture"])  # whose clauses take minutes
+@pytest.mark.parametrize(
+    ("op", "share"),
+    [
+        pytest.param(op, share, marks=[pytest.mark.slow] if share and op in HEADS else [])
+        for op in OPERATORS
+        if op != "capture"  # its clauses take minutes
+        for share in (0.0, 0.4)
+    ],
+)
 def test_plain_torch_with_some_of_its_claims_passes_every_clause(op: str, share: float) -> None:
     with policy.registered(claiming(op, some_of(op, share, seed=1))):
         subject = Subject("small", op)
