@@ -30,7 +30,14 @@ def attacked(op: str, function: str = "", only: tuple[str, ...] = (), effort: Pr
             return [carry_out(subject, attack, effort, shrink=False) for attack in due]
 
 
-@pytest.mark.parametrize("op", [op for op in strangers.LACKING if op != "linear_logprob"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        pytest.param(op, marks=[pytest.mark.slow] if op == "sample" else [])  # a quarter of a minute
+        for op in strangers.LACKING
+        if op != "linear_logprob"
+    ],
+)
 def test_a_stranger_that_keeps_its_claims_passes_every_clause(op: str) -> None:
     found = attacked(op)
     assert [(o.clause, o.message) for o in found if o.failed] == []
