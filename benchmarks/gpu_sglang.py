@@ -17,18 +17,14 @@ and in a batch, and what a record of the rollout explains (`rollouts.verify`).
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_vllm import LAW, QWEN3_06B, TOY, model, prompts
+from gpu_vllm import LAW, QWEN3_06B, TOY, in_a_process, model, prompts, tell, timed
 
 from rlkernel_core.files import write_json
 
@@ -78,18 +74,7 @@ def engine(given: argparse.Namespace) -> dict[str, Any]:
     def generate(rows: list[list[int]], asked: Any, *, logprob: bool = False) -> list[dict[str, Any]]:
         return llm.generate(input_ids=rows, sampling_params=asked, return_logprob=logprob)
 
-    found: dict[str, Any] = {"seconds": {}}
-    for count in map(int, given.batches.split(",")):
-        rows = prompts(count, vocabulary)
-        for name, each in (("seeded", [law(n) for n in range(count)]), ("unseeded", law(None))):
-            generate(rows, each)  # compiles
-            turns = []
-            for _ in range(given.turns):
-                start = time.perf_counter()
-                generate(rows, each)
-                turns.append(time.perf_counter() - start)
-            found["seconds"][f"{count} {name}"] = {"median": statistics.median(turns), "all": turns}
-            print(f"{given.engine} {count} {name}: {turns}", file=sys.stderr, flush=True)
+    found: dict[str, Any] = {"seconds": timed(given, vocabulary, generate, law)}
     if given.engine == "rlkernel":
         rows = prompts(4 if given.toy else 32, vocabulary)
         asked = [law(n) for n in range(len(rows))]
@@ -146,24 +131,16 @@ def main(words: list[str] | None = None) -> None:
         for name in given.engines.split(","):
             options = ["--folder", folder, "--engine", name, "--batches", given.batches, "--new", str(given.new)]
             options += ["--turns", str(given.turns), *(["--toy"] if given.toy else [])]
-            ran = os.environ | {"RLKERNEL_RECORD": str(Path(folder) / "ran")} if name == "rlkernel" else os.environ
-            done = subprocess.run([sys.executable, __file__, *options], check=False, env=ran)  # noqa: S603 - this file
-            file = Path(folder) / f"{name}.json"
-            result["engines"][name] = (
-                json.loads(file.read_text(encoding="utf-8")) if done.returncode == 0 else {"failed": done.returncode}
-            )
-            if done.returncode == 0 and name == "rlkernel":
+            ran = {"RLKERNEL_RECORD": str(Path(folder) / "ran")} if name == "rlkernel" else {}
+            found = in_a_process(__file__, options, Path(folder) / f"{name}.json", **ran)
+            if ran and "failed" not in found:
                 from rlkernel import record
 
-                result["engines"][name]["ran"] = [str(each) for each in record.read(Path(folder) / "ran")[1]]
+                found["ran"] = [str(each) for each in record.read(Path(folder) / "ran")[1]]
+            result["engines"][name] = found
             if given.output is not None:
                 write_json(given.output, result)
-    print(json.dumps(result, indent=1))
-    failed = [name for name, found in result["engines"].items() if "failed" in found]
-    if failed:
-        raise SystemExit(
-            f"{', '.join(failed)}: the engine ended with an error, which stands above; leave it out with --engines"
-        )
+    tell(result)
 
 
 if __name__ == "__main__":

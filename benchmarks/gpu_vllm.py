@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,29 @@ def prompts(count: int, vocabulary: int) -> list[list[int]]:
     return [torch.randint(2, vocabulary, (n,), generator=generator).tolist() for n in lengths]
 
 
-def engine(given: argparse.Namespace) -> dict[str, Any]:  # noqa: C901 - one engine, one after the other
+def timed(
+    given: argparse.Namespace,
+    vocabulary: int,
+    generate: Callable[[list[list[int]], Any], object],
+    law: Callable[[int | None], Any],
+) -> dict[str, Any]:
+    """Seconds of each batch, seeded and unseeded; `law` gives the parameters of a request with a seed."""
+    found: dict[str, Any] = {}
+    for count in map(int, given.batches.split(",")):
+        rows = prompts(count, vocabulary)
+        for name, each in (("seeded", [law(n) for n in range(count)]), ("unseeded", law(None))):
+            generate(rows, each)  # compiles
+            turns = []
+            for _ in range(given.turns):
+                start = time.perf_counter()
+                generate(rows, each)
+                turns.append(time.perf_counter() - start)
+            found[f"{count} {name}"] = {"median": statistics.median(turns), "all": turns}
+            print(f"{given.engine} {count} {name}: {turns}", file=sys.stderr, flush=True)
+    return found
+
+
+def engine(given: argparse.Namespace) -> dict[str, Any]:
     """What one engine does, in this process."""
     from vllm import LLM, SamplingParams
 
@@ -131,18 +154,7 @@ def engine(given: argparse.Namespace) -> dict[str, Any]:  # noqa: C901 - one eng
     alone = [tokens(generate([ids], each)) for ids, each in zip(some[:4], asked, strict=False)]
     found["requests_alone_as_in_the_batch"] = [one == together[new * n :][:new] for n, one in enumerate(alone)]
     found["batch_drawn_again_is_the_same"] = tokens(generate(some, asked)) == together
-    found["seconds"] = {}
-    for count in map(int, given.batches.split(",")):
-        rows = prompts(count, vocabulary)
-        for name, each in (("seeded", [params(n, new) for n in range(count)]), ("unseeded", params(None, new))):
-            generate(rows, each)  # compiles
-            turns = []
-            for _ in range(given.turns):
-                start = time.perf_counter()
-                generate(rows, each)
-                turns.append(time.perf_counter() - start)
-            found["seconds"][f"{count} {name}"] = {"median": statistics.median(turns), "all": turns}
-            print(f"{given.engine} {count} {name}: {turns}", file=sys.stderr, flush=True)
+    found["seconds"] = timed(given, vocabulary, generate, lambda seed: params(seed, new))
     if given.engine != "stock":
         from rlkernel import record
 
@@ -180,6 +192,26 @@ def scored(given: argparse.Namespace, made: list[Any], asked: list[Any], device:
     return found
 
 
+def in_a_process(script: str, options: list[str], file: Path, **variables: str) -> dict[str, Any]:
+    """What an engine wrote to a file, in a process of its own; how it ended where it failed."""
+    done = subprocess.run([sys.executable, script, *options], check=False, env={**os.environ, **variables})  # noqa: S603 - ours
+    return {"failed": done.returncode} if done.returncode else json.loads(file.read_text(encoding="utf-8"))
+
+
+def tell(result: dict[str, Any]) -> None:
+    """Print the result.
+
+    Raises:
+        SystemExit: an engine failed.
+    """
+    print(json.dumps(result, indent=1))
+    failed = [name for name, found in result["engines"].items() if "failed" in found]
+    if failed:
+        raise SystemExit(
+            f"{', '.join(failed)}: the engine ended with an error, which stands above; leave it out with --engines"
+        )
+
+
 def main(words: list[str] | None = None) -> None:
     """Every engine, each in a process of its own."""
     given = arguments(words)
@@ -205,20 +237,10 @@ def main(words: list[str] | None = None) -> None:
             options = ["--folder", folder, "--engine", name, "--batches", given.batches, "--new", str(given.new)]
             options += ["--turns", str(given.turns)]
             options += [f"--{option}" for option in ("toy", "graphs") if getattr(given, option)]
-            done = subprocess.run([sys.executable, __file__, *options], check=False)  # noqa: S603 - this file
-            file = Path(folder) / f"{name}.json"
-            if done.returncode == 0:
-                result["engines"][name] = json.loads(file.read_text(encoding="utf-8"))
-            else:
-                result["engines"][name] = {"failed": done.returncode}
+            result["engines"][name] = in_a_process(__file__, options, Path(folder) / f"{name}.json")
             if given.output is not None:
                 write_json(given.output, result)
-    print(json.dumps(result, indent=1))
-    failed = [name for name, found in result["engines"].items() if "failed" in found]
-    if failed:
-        raise SystemExit(
-            f"{', '.join(failed)}: the engine ended with an error, which stands above; leave it out with --engines"
-        )
+    tell(result)
 
 
 if __name__ == "__main__":

@@ -56,7 +56,6 @@ PARSERS = {
     "conformance/rlkernel_judge/wire.py": (3, "lengths of a frame, which are bounded before anything is allocated"),
     "conformance/rlkernel_judge/worker.py": (1, "the job of our own trial"),
     "benchmarks/gpu_exact_ranks.py": (1, "the answers of our own ranks"),
-    "benchmarks/gpu_sglang.py": (1, "the answers of our own engines"),
     "benchmarks/gpu_vllm.py": (1, "the answers of our own engines"),
     "benchmarks/rlkernel_bench/rank.py": (1, "the order of our own parent"),
     "benchmarks/rlkernel_bench/suites/ranks.py": (1, "the answers of our own ranks"),

@@ -2,8 +2,8 @@
 
 FlashAttention takes keys in tiles by their positions and, with num_splits=1, adds them in one program. Two of its
 choices go by max_seqlen_q, the queries of the longest sequence, and change bits: where that is 1 it drops the causal
-mask, and takes wider tiles; and it reads pages by TMA only where it is more than a tile has rows. So it is told of MANY
-queries, or of T where these are more, and chooses alike.
+mask, and takes wider tiles; and it reads pages by TMA only where it is more than a tile has rows. So the
+backend passes MANY, or T where that is more, and the library chooses alike for every batch.
 
 It writes no row beyond the last sequence, reads zeros for a page that is none, and has lse by heads: `finish_kernel`.
 It multiplies values beyond a sequence's keys, up to the end of a tile, with 0, so a NaN there reaches the sequence:
