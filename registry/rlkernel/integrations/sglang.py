@@ -1,6 +1,6 @@
 """SGLang: a sampler backend named `rlkernel`, by its registry; who wants it says `--sampling-backend rlkernel`.
 
-Checked against SGLang's source, and run in its whole engine on a CPU with a stub for `sgl_kernel`; never on a GPU.
+Checked against SGLang's source, and run in its whole engine on a CPU and on an H200, with a stub for `sgl_kernel`.
 SGLang imports `register` by its entry-point group `sglang.srt.plugins`.
 
 The filters are SGLang's: top-k, top-p and min-p of the batch, each taken on the tempered law and intersected. Noise is
