@@ -1,4 +1,4 @@
-"""What is claimed on Jetson: kernels from a bundle; operators that bundles do not have where Triton is installed.
+"""What is claimed on Jetson: kernels from a bundle; what bundles do not have where Triton is installed.
 
 Imports neither torch nor Triton.
 """
@@ -24,16 +24,18 @@ def manifest() -> Backend:
     try:
         from rlkernel_triton.aot.backend import OPERATORS
         from rlkernel_triton.aot.backend import manifest as bundle_manifest
+        from rlkernel_triton.claims import ASKED_FOR
         from rlkernel_triton.claims import manifest as portable_manifest
     except ModuleNotFoundError as error:
         raise RLKernelError(
             "rlkernel-jetson runs the kernels of rlkernel-triton, which is not installed: pip install rlkernel-triton"
         ) from error
     bundled = bundle_manifest("jetson", "rlkernel_jetson.bundled", ARCHS)
+    asked_for = {claim.target for claim in ASKED_FOR.values()}
     others = tuple(
-        impl if op == "capture" else _with_triton(impl)  # graphs are torch's and the driver's
+        _with_triton(impl) if impl.target in asked_for else impl
         for impl in portable_manifest("jetson", device="cuda", arch=ARCHS).impls
-        if (op := impl.op.partition("@")[0]) not in OPERATORS
+        if impl.op.partition("@")[0] not in OPERATORS or impl.target in asked_for
     )
     return bundled.model_copy(update={"impls": (*bundled.impls, *others)})
 

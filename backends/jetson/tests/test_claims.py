@@ -53,13 +53,14 @@ def test_orin_and_thor_are_served_and_no_other_chip(arch, served) -> None:
     assert (decision.backend == "jetson") is served
 
 
-def test_operators_of_bundles_come_from_the_bundle_and_the_others_want_triton() -> None:
+def test_operators_of_bundles_come_from_the_bundle_and_what_is_asked_for_wants_triton() -> None:
     from rlkernel_triton.aot.backend import OPERATORS
 
-    of = {i.op.partition("@")[0]: i for i in backend.impls}
-    assert {op: of[op].target for op in OPERATORS} == {op: f"rlkernel_jetson.bundled:{op}" for op in OPERATORS}
-    assert of["verify"].requires.packages == ("triton>=3.4",)
-    assert of["capture"].requires.packages == ()
+    first = {op: next(i for i in backend.impls if i.op.partition("@")[0] == op) for op in (*OPERATORS, "capture")}
+    assert {op: first[op].target for op in OPERATORS} == {op: f"rlkernel_jetson.bundled:{op}" for op in OPERATORS}
+    wanting = [i.target.partition(":")[2] for i in backend.impls if i.requires.packages == ("triton>=3.4",)]
+    assert wanting == ["prepare_trainer_bits"]
+    assert first["capture"].requires.packages == ()
     assert backend.self_test == "rlkernel_jetson.bundled:self_test"
 
 

@@ -9,7 +9,7 @@ from rlkernel_core.spec import OPERATORS
 from rlkernel_core.spec.logprob import Support
 from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_triton.aot.configuration_recorder import ConfigurationRecorder, launched
-from rlkernel_triton.aot.workloads import ADAPTED, BOARD, FILTERS, FORMATS, KINDS, SAMPLING
+from rlkernel_triton.aot.workloads import ADAPTED, BOARD, FILTERS, FORMATS, HEADS, KINDS, PAGE, SAMPLING, SHARED
 
 DTYPES = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 FLAG = st.booleans()
@@ -166,3 +166,38 @@ def test_draws(planned, data) -> None:
     noise = {"seed": rows if each or N > 1 else 7, "step": rows if each else draw(st.integers(0, 2**31 - 1))}
     logits = laid((N, V), draw(st.sampled_from([torch.bfloat16, torch.float32])), draw)
     assert planned("sample", logits=logits, **sampling, **noise)[0] == set()
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_layers_of_decoders(planned, data) -> None:
+    draw, grad = data.draw, data.draw(FLAG)
+    dtype = draw(st.sampled_from([torch.bfloat16, torch.float16]))
+    M, N, K = draw(st.integers(1, 700)), 128 * draw(st.integers(1, 40)), 128 * draw(st.integers(1, 12))
+    x, residual = (laid((M, n), dtype, draw).requires_grad_(grad) for n in (K, K))
+    weight, bias = torch.zeros(N, K, dtype=dtype, requires_grad=grad), torch.zeros(N, dtype=dtype)
+    lacking, _ = planned("linear", x=x, weight=weight, bias=draw(st.sampled_from([None, bias])))
+    lacking |= planned("rms_norm", x=x, weight=x.new_zeros(K), eps=1e-6, residual=residual if draw(FLAG) else None)[0]
+    lacking |= planned("glu", x=torch.zeros(M, 2 * K, dtype=dtype, requires_grad=grad), activation="silu")[0]
+    assert lacking == set()
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(st.data())
+def test_attention_and_positions(planned, data) -> None:
+    draw, D, shared = data.draw, data.draw(st.sampled_from(HEADS)), data.draw(st.sampled_from(SHARED))
+    dtype = draw(st.sampled_from([torch.bfloat16, torch.float16]))
+    B, M, heads = draw(st.integers(1, 70)), draw(st.integers(1, 5000)), draw(st.integers(1, 4))
+    q, k, v = (torch.zeros(M, n, D, dtype=dtype) for n in (shared * heads, heads, heads))
+    weights = {"q_weight": q.new_zeros(D), "k_weight": q.new_zeros(D), "eps": 1e-6} if draw(FLAG) else {}
+    table = torch.zeros(8192, D)
+    lacking, _ = planned("rope", q=q, k=k, positions=torch.zeros(M, dtype=torch.int64), table=table, **weights)
+    cu = torch.zeros(B + 1, dtype=torch.int32)
+    lacking |= planned("attention", q=q.clone().requires_grad_(draw(FLAG)), k=k, v=v, cu_q=cu)[0]
+    width = draw(st.integers(1, 200))
+    pages = {"page_table": torch.zeros(B, width, dtype=torch.int32), "max_k": width * PAGE}
+    kept = torch.zeros(300, PAGE, heads, D, dtype=dtype)
+    lacking |= planned("attention", q=q, k=kept, v=kept, cu_q=cu, seqused_k=torch.zeros(B, dtype=torch.int32), **pages)[
+        0
+    ]
+    assert lacking == set()

@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from rlkernel_core.spec.advantage import AdvantageCall
+from rlkernel_core.spec.linear import LinearCall
 from rlkernel_core.spec.linear_logprob import LinearLogprobCall
 from rlkernel_core.spec.logprob import LogprobCall
 from rlkernel_triton.aot.backend import BundleBackend
-from rlkernel_triton.aot.bundle import Bundle
+from rlkernel_triton.aot.bundle import Bundle, NoBuildError
+from rlkernel_triton.aot.bundle_launcher import argument_of
 from rlkernel_triton.aot.command import build
 from rlkernel_triton.aot.compiling import compiled, with_specializations
+from rlkernel_triton.aot.configuration_recorder import ConfigurationRecorder
 from rlkernel_triton.aot.configurations import Argument
 from rlkernel_triton.aot.dry_run import call_signature
 from tests.aot_calls import Recording, builds, bundle_of, drawn, of_rows
@@ -137,3 +140,14 @@ def test_calls_are_told_apart_as_host_code_and_compilers_tell_them_apart() -> No
     different = [x, x[:63], torch.zeros(65, 128), torch.zeros(64, 129), x.t(), x.half(), x[:, :127], x[1:2]]
     assert len({call_signature(other) for other in different}) == len(different)
     assert call_signature(17, "seed") == call_signature(2**30 + 1, "seed") != call_signature(16, "seed")
+
+
+def test_a_launch_that_hoppers_copy_engine_reads_for_is_in_no_bundle() -> None:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    recorder = ConfigurationRecorder("sm_90")
+    x, weight = (torch.zeros(n, 1024, dtype=torch.bfloat16, device="meta") for n in (4096, 4096))
+    recorder.planned("linear")(LinearCall(x, weight))
+    assert recorder.seen == set()
+    with pytest.raises(NoBuildError, match=r'copy engine.*order = \["triton"\]'):
+        argument_of(TensorDescriptor.from_tensor(x, [128, 64]))

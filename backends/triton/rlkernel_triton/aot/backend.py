@@ -25,10 +25,7 @@ if TYPE_CHECKING:
     from rlkernel_triton.aot.dry_run import DryRuns
     from rlkernel_triton.launchers import Scope
 
-# What a rollout and an update on one GPU need; every other operator stays with Triton.
-OPERATORS: Final = (
-    "advantage", "dequantize", "linear_logprob", "logprob", "policy_loss", "prepack", "qmatmul", "quantize", "sample",
-)  # fmt: skip
+OPERATORS: Final = tuple(sorted(set(CLAIMS) - {"capture"}))  # whose graphs are torch's and the driver's
 # What an operator cannot be used without: weights are made before they are multiplied, and again when they change.
 WITH: Final[Mapping[str, tuple[str, ...]]] = {"qmatmul": ("quantize", "prepack", "dequantize")}
 

@@ -97,7 +97,13 @@ source = cache(digest)
 
 
 def argument_of(value: Any) -> Argument:
-    """What a compiler would know of a run-time argument."""
+    """What a compiler would know of a run-time argument.
+
+    Raises:
+        NoBuildError: it is a descriptor, which the host encodes anew for each launch.
+        RLKernelError: it is a tensor of a type that no kernel takes.
+        TypeError: it is no tensor, number or None.
+    """
     if isinstance(value, torch.Tensor):
         kind = POINTER_TYPES.get(value.dtype)
         if kind is None:
@@ -106,6 +112,11 @@ def argument_of(value: Any) -> Argument:
         return _pointer(kind, value.data_ptr() % ALIGNMENT == 0)
     if value is None:
         return Argument("none")
+    if type(value).__name__ == "TensorDescriptor":
+        raise NoBuildError(
+            "bundles hold no launch that Hopper's copy engine reads for (sm_90). Run it where Triton is installed, by "
+            'another backend: order = ["triton"]'
+        )
     found = specialization_of_number(value, specialize=value != 1)
     return Argument(found.type, divisible=found.divisible, one=type(value) is int and value == 1)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rlkernel_triton.aot.backend import OPERATORS
+from rlkernel_triton.aot.bundle import NoBuildError
 from rlkernel_triton.aot.bundle_launcher import KernelRequest, argument_of
 from rlkernel_triton.aot.configurations import Configuration
 from rlkernel_triton.aot.dry_run import dry_run
@@ -51,7 +52,11 @@ class ConfigurationRecorder(Launcher):
 
         def record(grid: Grid, *args: Any) -> None:
             binding.by_name(args)
-            configuration = request.configuration(request.arguments(tuple(map(argument_of, args))))
+            try:
+                passed = tuple(map(argument_of, args))
+            except NoBuildError:  # which a bundle answers, too
+                return
+            configuration = request.configuration(request.arguments(passed))
             if (request.op, configuration) not in self.seen:
                 self.seen.add((request.op, configuration))
                 self._report(request.op, configuration)

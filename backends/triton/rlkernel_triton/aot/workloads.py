@@ -46,6 +46,11 @@ BATCHES: Final = ((8, 1024), (8, 100), (512, 1024), (64, 8192))
 SCANS: Final = ((8, 1024), (200, 8192), (8, 32768))
 GROUPS: Final = (2, 4, 8, 16, 32, 64)  # sizes, to a power of two
 COMPARED: Final = ("grpo", "dr_grpo", "rloo")  # kinds over groups that are served at each of them, and by ids
+# Decoders of the Llama and Qwen class: queries to a key (heads over key-value heads), and widths of a head.
+SHARED: Final = (1, 2, 3, 4, 5, 6, 7, 8)
+HEADS: Final = (64, 128)
+WIDTHS: Final = (64, 128, 256, 512, 1024, 2048, 4096, 8192)  # of hidden states, to a power of two
+PAGE: Final = 64  # keys of a page, as `rlkernel.exact` has them
 
 
 def calls(run: Callable[[str], Callable[[Any], Any]], ops: Collection[str]) -> Iterator[str]:
@@ -60,7 +65,8 @@ def calls(run: Callable[[str], Callable[[Any], Any]], ops: Collection[str]) -> I
 
     parts = {
         "logprob": _logprob, "sample": _sample, "linear_logprob": _linear, "advantage": _advantage,
-        "policy_loss": _loss, "qmatmul": _weights,
+        "policy_loss": _loss, "qmatmul": _weights, "linear": _products, "rms_norm": _norms, "rope": _positions,
+        "attention": _attention, "glu": _gates,
     }  # fmt: skip
     asked = {*ops, *(op for op, others in WITH.items() if set(others) & set(ops))}
     for op, part in parts.items():
@@ -231,3 +237,68 @@ def _on_a_board(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
         for tokens in (M, 8 * M):  # a step of the rollout, an update
             run("qmatmul")(torch.zeros(tokens, K).requires_grad_(), w, lora=adapter)
         yield f"weights int4_g32 float32 [{N}, {K}], on a board"
+
+
+def _products(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
+    import torch
+
+    # Chunks of K that are whole steps, half steps, and no whole ones.
+    shapes = [*product((4096, 256), (1024, 512, 256, 128))]
+    for M, (N, K), dtype, grad in product(TOKENS, shapes, DTYPES[:2], (False, True)):
+        kind = getattr(torch, dtype)
+        x, weight = (torch.zeros(n, K, dtype=kind).requires_grad_(grad) for n in (M, N))
+        for given in ({}, {"bias": torch.zeros(N, dtype=kind)}, {"residual": torch.zeros(M, N, dtype=kind)}):
+            run("linear")(x, weight, **given)
+        yield f"linear {dtype} [{M}, {K}] times [{N}, {K}]"
+    for M, dtype in product(range(16, 128, 16), DTYPES[:2]):  # gradients of weights, which sum 1 to 8 chunks of rows
+        x, weight = (torch.zeros(n, 128, dtype=getattr(torch, dtype)).requires_grad_() for n in (M, 128))
+        run("linear")(x, weight)
+        yield f"linear {dtype}, {M} rows"
+
+
+def _norms(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
+    import torch
+
+    for D, M, dtype, added, grad in product(WIDTHS, (1, 4096), DTYPES[:2], (False, True), (False, True)):
+        x, weight, residual = (
+            torch.zeros(shape, dtype=getattr(torch, dtype)).requires_grad_(grad) for shape in ((M, D), (D,), (M, D))
+        )
+        run("rms_norm")(x, weight, eps=1e-6, residual=residual if added else None)
+        yield f"rms_norm {dtype} [{M}, {D}]"
+
+
+def _positions(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
+    import torch
+
+    for D, shared, dtype, normed in product(HEADS, SHARED, DTYPES[:2], (False, True)):
+        kind = getattr(torch, dtype)
+        for M, grad in ((1, False), (4096, False), (4096, True)):
+            q, k = (torch.zeros(M, n, D, dtype=kind).requires_grad_(grad) for n in (2 * shared, 2))
+            weights = [torch.zeros(D, dtype=kind).requires_grad_(grad) for _ in range(2)]
+            more = {"q_weight": weights[0], "k_weight": weights[1], "eps": 1e-6} if normed else {}
+            run("rope")(q, k, torch.zeros(M, dtype=torch.int64), torch.zeros(8192, D), **more)
+        yield f"rope {dtype} heads of {D}, normed={normed}"
+
+
+def _attention(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
+    import torch
+
+    for D, shared, dtype in product(HEADS, SHARED, DTYPES[:2]):
+        kind = getattr(torch, dtype)
+        for M, B in ((1, 1), (64, 64), (4096, 8)):
+            cu = torch.zeros(B + 1, dtype=torch.int32)
+            q = torch.zeros(M, 2 * shared, D, dtype=kind)
+            k, v = (torch.zeros(M, 2, D, dtype=kind).requires_grad_() for _ in range(2))
+            run("attention")(q.requires_grad_(), k, v, cu_q=cu)
+            pages = [torch.zeros(1024, PAGE, 2, D, dtype=kind) for _ in range(2)]
+            table, used = torch.zeros(B, 128, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
+            run("attention")(q.detach(), *pages, cu_q=cu, page_table=table, seqused_k=used, max_k=128 * PAGE)
+        yield f"attention {dtype} heads of {D}, {shared} to a key"
+
+
+def _gates(run: Callable[[str], Callable[..., Any]]) -> Iterator[str]:
+    import torch
+
+    for D, M, dtype, grad in product(WIDTHS, (1, 4096), DTYPES[:2], (False, True)):
+        run("glu")(torch.zeros(M, 2 * D, dtype=getattr(torch, dtype)).requires_grad_(grad), activation="silu")
+        yield f"glu {dtype} [{M}, {2 * D}]"
