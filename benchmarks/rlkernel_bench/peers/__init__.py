@@ -69,7 +69,7 @@ def plain_rows(work: Work) -> None:
 
 _MODULES: Final = (
     "plain", "compiled", "cublas", "graphs", "liger", "trl", "verl", "cce", "quack", "flashinfer", "quantized",
-    "rl_kernel", "rollout",
+    "rl_kernel", "rollout", "batch_invariant",
 )  # fmt: skip
 
 PEERS: Final[Mapping[str, Peer]] = {
