@@ -263,7 +263,7 @@ def shard(rank: Rank, seed: int) -> tuple[Tensor, Tensor, dict[str, Any]]:
 
 
 def draw(rank: Rank) -> Iterator[tuple[str, Way]]:
-    """Draws from a split vocabulary: by candidates with every bit of the definition's, gathered with its tokens."""
+    """Draws from a split vocabulary: by candidates with the definition's tokens and law, gathered with its tokens."""
     x, mine, law = shard(rank, 0)
     sizes = tuple(part.shape[1] for part in x.chunk(rank.sizes["W"], 1))
     with rlk.use("reference", fallback="error"):
@@ -275,9 +275,10 @@ def draw(rank: Rank) -> Iterator[tuple[str, Way]]:
 
         found = call()
         if sent:
-            pairs = [(getattr(want, f.name), getattr(found, f.name)) for f in fields(want)]
-            other = sum(a is not b and not torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7)) for a, b in pairs)
-            yield name, (call, float(other), other * torch.inf if other else 0.0)
+            pairs = [(a, b) for f in fields(want) if (a := getattr(want, f.name)) is not (b := getattr(found, f.name))]
+            other = sum(not torch.equal(a, b) for a, b in pairs if not a.is_floating_point())
+            error = max(float((a - b).nan_to_num().abs().max()) for a, b in pairs if a.is_floating_point())
+            yield name, (call, error, torch.inf if other else error / EXACT["float32"])
         else:
             others = int((found.token != want.token).sum())
             yield name, (call, others / len(x), others / max(1.0, TIED * len(x)))

@@ -30,7 +30,8 @@ def _place(op: Operand, offset: int) -> Callable[[Waves, int], tuple[Lanes, Arra
 
     def place(w: Waves, size: int) -> tuple[Lanes, Array]:
         lanes = np.nonzero(w.mask)
-        return lanes, at(w, lanes, read(w)[lanes].astype(I64) + offset, size)
+        # Addresses have 32 bits, so that a base below zero and an offset above it meet inside.
+        return lanes, at(w, lanes, (read(w)[lanes].astype(I64) + offset) & 0xFFFFFFFF, size)
 
     return place
 

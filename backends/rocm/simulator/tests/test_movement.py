@@ -108,6 +108,13 @@ def test_lds_is_a_workgroup_s_own_and_bounded() -> None:
         run(w, "ds_write_b64 v1, v[2:3] offset:256")
 
 
+def test_lds_addresses_have_32_bits() -> None:
+    w = waves(lds=512)
+    w.v[1][...], w.v[2][...] = LANES * 4 - 44, LANES
+    run(w, "ds_write_b32 v1, v2 offset:44", "ds_read_b32 v4, v1 offset:44")
+    assert w.v[4].tolist() == w.v[2].tolist()
+
+
 def test_lds_moves_bytes_halves_and_pairs() -> None:
     w = waves()
     w.v[1][...], w.v[2][...], w.v[3][...] = LANES * 8, 0x8182 + LANES, 5
