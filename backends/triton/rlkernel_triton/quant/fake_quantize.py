@@ -39,6 +39,7 @@ from rlkernel_triton.quant.quantize import (
     SUPER_BLOCK,
     _integers,
     _tile_arguments,
+    _tile_of,
     _within_31_bits,
     quantize,
 )
@@ -220,12 +221,6 @@ class _Host:
             first((triton.cdiv(N, R), 1, 1), weight, most)
             tensors.append(most)
         last(grid, *tensors)
-
-
-def _tile_of(N: int, K: int, group: int, size: int) -> tuple[int, int]:
-    """Rows and columns of a program with `size` weights or fewer; tiles that divide a weight need no masks."""
-    columns = (c for c in (512, 256, 128, 64) if c % group == 0 and K % c == 0)
-    return next(((size // c, c) for c in columns if N % (size // c) == 0), (min(size, 4096) // 256, 256))
 
 
 _ARRIVING: Final = ("up",)

@@ -193,10 +193,10 @@ def _integers(spec: QuantSpec) -> dict[str, Any]:
     return {"LEAST": 1 if spec.scale_rule == "absmax/7" else 0, "MOST": 15}
 
 
-def _tile_of(N: int, K: int, group: int) -> tuple[int, int]:
-    """Rows and columns of a program that quantizes groups; tiles that divide a weight need no masks."""
+def _tile_of(N: int, K: int, group: int, size: int = 8192) -> tuple[int, int]:
+    """Rows and columns of a program with `size` weights or fewer; tiles that divide a weight need no masks."""
     columns = (c for c in (512, 256, 128, 64) if c % group == 0 and K % c == 0)
-    return next(((8192 // c, c) for c in columns if N % (8192 // c) == 0), TILE)
+    return next(((size // c, c) for c in columns if N % (size // c) == 0), (min(TILE[0], size // TILE[1]), TILE[1]))
 
 
 def _within_31_bits(weight: Tensor, R: int, C: int) -> Tensor:
