@@ -75,7 +75,7 @@ class Epilogue:
         if self.lora is not None and self.groups is not None:
             given |= {"RANK": ADDED.value, "lora_rank": self.lora.B.shape[1]}
         elif rank and self.lora is not None:
-            B, same = self.lora.B.dtype, _multiplies_narrow(x, self.lora.A)
+            B, same = self.lora.B.dtype, _same_type(x, self.lora.A)
             wide = INTERPRETED or B == torch.float32 or not same or x.dtype != B
             given |= {"lora_scale": float(self.lora.scale), "WIDE_LORA": wide}
         return given
@@ -98,14 +98,15 @@ def _row_major(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _multiplies_narrow(x: Tensor, A: Tensor) -> bool:
+def _same_type(x: Tensor, A: Tensor) -> bool:
+    """They are multiplied as they are, not in fp32."""
     return x.dtype == A.dtype and not INTERPRETED
 
 
 def lora_inner(x: Tensor, A: Tensor) -> Tensor:  # [M, K], [r, K] -> [M, r]
     """x A^T, accumulated in fp32; rounded to the dtype of x where both have it."""
-    narrow = _multiplies_narrow(x, A)
-    x, A = (_aligned(t if narrow else t.float()) for t in (x, A))
+    same = _same_type(x, A)
+    x, A = (_aligned(t if same else t.float()) for t in (x, A))
     return torch.nn.functional.linear(x, A)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlkernel_core.spec.linear import CHUNKS, GRAIN
 from rlkernel_core.spec.qmatmul import LoRA
 from rlkernel_triton.common.host import INTERPRETED
-from rlkernel_triton.common.language import triton
+from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.common.matmul_tiles import OPERAND_TYPES, options_of, tile_of
 from rlkernel_triton.grouped_linear.kernels import grouped_outer
 from rlkernel_triton.launchers import Grid, Launch, Launcher, Plan, planned
@@ -75,15 +75,15 @@ def _multiply_in(
     (M, S), (G, _, r) = a.shape, b.shape
 
     def bound(launcher: Launcher) -> tuple[Launch, Grid, int]:
-        narrow = _narrow(a, b)
+        operand = a.dtype if a.dtype == b.dtype and not INTERPRETED else torch.float32
         BM, m_tiles = _rows_of_tiles(M, G)
-        BR, BK = _ranks_of_tile(r), 64 if narrow else 32
+        BR, BK = _ranks_of_tile(r), 64 if operand.itemsize == 2 else 32
         rank_tiles, steps = triton.cdiv(r, BR), triton.cdiv(S, BK)
         parts = splitk_parts(m_tiles * rank_tiles, steps, machine(a.device).multiprocessors)
         launch = launcher.bind(
             low_rank_in, num_stages=3, options=options_of(a), any_alignment=any_alignment, M=M, S=S, R=r, G=G,
             a_row=S, b_group=b.stride(0), b_step=b.stride(1), b_rank=b.stride(2), m_tiles=m_tiles, PARTS=parts,
-            NARROW=narrow, INTERPRETED=INTERPRETED, EB=_above(G), BM=BM, BR=BR, BK=BK,
+            OPERAND=OPERAND_TYPES[operand], INTERPRETED=INTERPRETED, EB=_above(G), BM=BM, BR=BR, BK=BK,
         )  # fmt: skip
         return launch, (m_tiles * parts, rank_tiles, 1), parts
 
@@ -101,12 +101,12 @@ def _multiply_out(
 
     def bound(launcher: Launcher) -> tuple[Launch, Grid]:
         # fp16 has too short a range for x A^T, whose size nobody knows.
-        narrow = out.dtype == torch.float32 and c.dtype == torch.bfloat16 and not INTERPRETED
+        rounded = out.dtype == torch.float32 and c.dtype == torch.bfloat16 and not INTERPRETED
         BM, m_tiles = _rows_of_tiles(M, G)
-        BC = 128 if narrow else 64
+        operand, BC = (tl.bfloat16, 128) if rounded else (tl.float32, 64)
         launch = launcher.bind(
             low_rank_out, num_stages=2, options=options_of(out), M=M, C=C, R=r, G=G, c_group=c.stride(0),
-            c_rank=c.stride(1), c_column=c.stride(2), scale=scale, m_tiles=m_tiles, PARTS=parts, NARROW=narrow,
+            c_rank=c.stride(1), c_column=c.stride(2), scale=scale, m_tiles=m_tiles, PARTS=parts, OPERAND=operand,
             INTERPRETED=INTERPRETED, EB=_above(G), BM=BM, BR=_ranks_of_tile(r), BC=BC,
         )  # fmt: skip
         return launch, (m_tiles * triton.cdiv(C, BC), 1, 1)
@@ -137,11 +137,6 @@ def _over_rows(a: Tensor, b: Tensor, ends: Tensor, plan: Plan, place: str) -> Te
     if out.numel():
         launch(grid, a, b, ends.contiguous(), out)
     return out
-
-
-def _narrow(a: Tensor, b: Tensor) -> bool:
-    """Both are of one 16-bit type, whose products tensor cores add in fp32."""
-    return a.dtype == b.dtype and a.dtype.itemsize == 2 and not INTERPRETED
 
 
 def _rows_of_tiles(M: int, G: int) -> tuple[int, int]:

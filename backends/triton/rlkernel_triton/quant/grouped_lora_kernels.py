@@ -28,7 +28,7 @@ def low_rank_in(
     M, S, R, G, a_row, b_group, b_step, b_rank,
     m_tiles,  # tiles of rows, as many as any ends need
     PARTS: tl.constexpr,  # divides the steps of S
-    NARROW: tl.constexpr,  # operands are multiplied in their own type, exactly
+    OPERAND: tl.constexpr,  # type that a and b are multiplied in: theirs, or fp32
     INTERPRETED: tl.constexpr, EB: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One part of the sum over S, for a tile of rows and a tile of ranks; 0 in rows of no group."""
@@ -46,7 +46,7 @@ def low_rank_in(
             k = step * BK + tl.arange(0, BK)
             x = tl.load(a_at + k[None, :], mask=of_m & (k < S)[None, :], other=0.0)
             w = tl.load(b_at + k.to(tl.int64)[:, None] * b_step, mask=of_r & (k < S)[:, None], other=0.0)
-            if not NARROW:
+            if OPERAND == tl.float32:
                 x, w = to_float32(x, INTERPRETED), to_float32(w, INTERPRETED)
             acc = tl.dot(x, w, acc, input_precision="ieee")
         at = out + (part * M + m).to(tl.int64)[:, None] * R + r[None, :]
@@ -61,7 +61,7 @@ def low_rank_out(
     out,  # [M, C] contiguous
     M, C, R, G, c_group, c_rank, c_column, scale, m_tiles,
     PARTS: tl.constexpr,
-    NARROW: tl.constexpr,  # t is rounded to the type of c
+    OPERAND: tl.constexpr,  # type that t and c are multiplied in: that of c, which t is rounded to, or fp32
     INTERPRETED: tl.constexpr, EB: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """A tile of scale t c_g; 0 in rows of no group."""
@@ -81,10 +81,10 @@ def low_rank_out(
                 at = t + (part * M + m).to(tl.int64)[:, None] * R + r[None, :]
                 left += tl.load(at, mask=of_m & of_r[None, :], other=0.0)
             right = tl.load(c_at + r.to(tl.int64)[:, None] * c_rank, mask=of_r[:, None] & of_n, other=0.0)
-            if NARROW:
-                left = left.to(c.dtype.element_ty)
-            else:
+            if OPERAND == tl.float32:
                 right = to_float32(right, INTERPRETED)
+            else:
+                left = left.to(OPERAND)
             acc = finish_dot(tl.dot(left, right, acc, input_precision="ieee"), acc, start, ranks)
         at = out + m.to(tl.int64)[:, None] * C + n[None, :]
         tl.store(at, round_to(scale * acc, out.dtype.element_ty, INTERPRETED), mask=of_m & of_n)
