@@ -1,4 +1,7 @@
-"""Attacks on the grouped product of qmatmul@1: rows of x by expert, each with the rows of its own."""
+"""Attacks on the grouped product of qmatmul@1: rows of x by expert, each with the rows of its own.
+
+The cases and the judge serve groups of rows in general: those of adapters as well.
+"""
 
 from __future__ import annotations
 
@@ -17,38 +20,52 @@ from rlkernel_conformance.quantized_weights import MULTIPLIED, kinds
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.definitions import qmatmul as oracle
 from rlkernel_core.quant import QuantTensor
+from rlkernel_core.spec.qmatmul import LoRA
 
 # Rows of each expert, and of none after them.
 SIZES: Final = ((3, 2), (0, 4, 1), (5, 0, 0, 2), (1, 1, 1, 1), (0, 0, 3), (2, 0), (7,), (0, 0))
 
 
 @dataclass(frozen=True)
-class Experts:
-    """A product [M, K] of rows of several experts; `product.N` rows of w are those of each."""
+class Groups:
+    """A product [M, K] of rows in groups, in order: of experts, or of adapters over one weight."""
 
-    product: Product
+    product: Product  # `product.N` rows of w meet each row of x
     sizes: tuple[int, ...]
-    rest: int  # rows of no expert
+    rest: int  # rows of no group
+    experts: bool = True  # groups have rows of w of their own
+
+    @property
+    def count(self) -> int:
+        """How many groups there are."""
+        return len(self.sizes)
 
     @property
     def whole(self) -> Product:
-        """With the rows of all experts, and all rows of x."""
-        return replace(self.product, M=sum(self.sizes) + self.rest, N=self.product.N * len(self.sizes))
+        """With all rows of x and of w."""
+        rows = self.product.N * (self.count if self.experts else 1)
+        return replace(self.product, M=sum(self.sizes) + self.rest, N=rows)
 
     def ends(self, subject: Subject) -> Tensor:
-        """Where the rows of each expert end."""
+        """Where the rows of each group end."""
         return torch.tensor(self.sizes, device=subject.device).cumsum(0).int()
 
-    def spans(self) -> Iterator[tuple[slice, slice]]:
-        """Rows of x and rows of w of each expert that has any."""
-        start = 0
-        for e, size in enumerate(self.sizes):
+    def named_ends(self, subject: Subject) -> dict[str, Tensor]:
+        """The same by the name of the argument."""
+        return {"ends" if self.experts else "lora_ends": self.ends(subject)}
+
+    def spans(self) -> Iterator[tuple[int | None, slice, slice]]:
+        """Groups that have rows, and None: the rows of x, and those of w that they meet."""
+        start, N = 0, self.product.N
+        for g, size in enumerate(self.sizes):
             if size:
-                yield slice(start, start + size), slice(e * self.product.N, (e + 1) * self.product.N)
+                yield g, slice(start, start + size), slice(g * N, (g + 1) * N) if self.experts else slice(0, N)
             start += size
+        if self.rest and not self.experts:
+            yield None, slice(start, start + self.rest), slice(0, N)
 
 
-def cases(subject: Subject) -> st.SearchStrategy[Experts]:
+def cases(subject: Subject) -> st.SearchStrategy[Groups]:
     """Every claimed format and dtype; a row of w has a scale that none beside it has."""
     products = st.builds(
         Product,
@@ -60,30 +77,35 @@ def cases(subject: Subject) -> st.SearchStrategy[Experts]:
         weight=st.just("graded"),
         dtype=st.sampled_from(subject.dtypes),
     )
-    return st.builds(Experts, products, st.sampled_from(SIZES), st.integers(0, 3))
+    return st.builds(Groups, products, st.sampled_from(SIZES), st.integers(0, 3))
 
 
-def each(case: Experts, x: Tensor, w: QuantTensor, **given: Any) -> Iterator[tuple[slice, oracle.Exact]]:
-    """Rows of x and what an expert makes of them, in float64; `given` may hold bias, residual, activation, rounding."""
+def each(
+    case: Groups, x: Tensor, w: QuantTensor, lora: LoRA | None = None, **given: Any
+) -> Iterator[tuple[int | None, slice, slice, oracle.Exact]]:
+    """Groups, their rows of x and of w, and the call on these, in float64.
+
+    `given` may hold bias, residual, activation, rounding.
+    """
     cpu = {n: t.detach().cpu() if isinstance(t, Tensor) else t for n, t in given.items()}
-    activation, residual, bias = (cpu.pop(n, None) for n in ("activation", "residual", "bias"))
-    of_all = oracle.exact(x.detach().cpu(), w, rounding=cpu.pop("weight_rounding", "any"), bias=bias)
-    for rows, of_w in case.spans():
-        yield rows, oracle.part(of_all, rows, of_w, activation=activation, residual=residual)
+    rounding, bias = cpu.pop("weight_rounding", "any"), cpu.pop("bias", None)
+    whole = oracle.exact(x.detach().cpu(), w, rounding=rounding, bias=bias)
+    for g, rows, of_w in case.spans():
+        own = None if lora is None or g is None else (lora.A[g].detach().cpu(), lora.B[g].detach().cpu(), lora.scale)
+        yield g, rows, of_w, oracle.part(whole, rows, of_w, lora=own, **cpu)
 
 
-def judged(subject: Subject, case: Experts, x: Tensor, w: QuantTensor, **given: Any) -> Tensor:
-    """The subject's answer, each expert's rows held to the first level of tolerance."""
-    y: Tensor = subject(x, w, ends=case.ends(subject), **given)
+def judged(subject: Subject, case: Groups, x: Tensor, w: QuantTensor, **given: Any) -> None:
+    """The rows of each group held to the first level of tolerance."""
+    y: Tensor = subject(x, w, **case.named_ends(subject), **given)
     require(y.dtype == x.dtype, f"y is {y.dtype}, x is {x.dtype}")
-    for rows, want in each(case, x, w, **given):
+    for _, rows, _, want in each(case, x, w, **given):
         require(y[rows].shape == want.y.shape, f"rows {rows} are {tuple(y[rows].shape)}, not {tuple(want.y.shape)}")
         within(subject, "y", y[rows], want.y.numpy(), want.bound().numpy())
-    return y
 
 
 @attack("QM-28", cases)
-def a_row_meets_its_own_expert(subject: Subject, case: Experts) -> None:
+def a_row_meets_its_own_expert(subject: Subject, case: Groups) -> None:
     """Plain; then with a bias and a residual, and a pair, where those are claimed."""
     whole = case.whole
     x, w = whole.input(subject), whole.w(subject)
@@ -98,7 +120,7 @@ def a_row_meets_its_own_expert(subject: Subject, case: Experts) -> None:
 
 
 @attack("QM-29", cases, scale=0.5)
-def rows_of_no_expert_give_nothing(subject: Subject, case: Experts) -> None:
+def rows_of_no_expert_give_nothing(subject: Subject, case: Groups) -> None:
     """Rows behind the last end hold NaN: their result and gradient are 0, and no other row is another."""
     case = replace(case, rest=case.rest + 1)
     x, w = case.whole.input(subject), case.whole.w(subject)
@@ -118,7 +140,7 @@ def rows_of_no_expert_give_nothing(subject: Subject, case: Experts) -> None:
 
 
 @attack("QM-30", cases, scale=0.5)
-def wild_ends_count_as_the_nearest_right_ones(subject: Subject, case: Experts) -> None:
+def wild_ends_count_as_the_nearest_right_ones(subject: Subject, case: Groups) -> None:
     """Ends that fall, below 0 and far beyond M; written in place between two calls."""
     case = replace(case, rest=0)
     x, w, ends = case.whole.input(subject), case.whole.w(subject), case.ends(subject)
@@ -134,7 +156,7 @@ def wild_ends_count_as_the_nearest_right_ones(subject: Subject, case: Experts) -
 
 
 @attack("QM-31", cases, scale=0.5)
-def gradients_of_experts_match_float64(subject: Subject, case: Experts) -> None:
+def gradients_of_experts_match_float64(subject: Subject, case: Groups) -> None:
     """Of x, bias and residual, without an activation and with a pair."""
     whole = case.whole
     w, ends = whole.w(subject), case.ends(subject)
@@ -152,8 +174,8 @@ def gradients_of_experts_match_float64(subject: Subject, case: Experts) -> None:
         found = dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))
         bias = torch.zeros(w.shape[0], dtype=torch.float64)
         allowed = torch.zeros_like(bias)
-        for (rows, of), (_, of_w) in zip(each(case, leaves["x"], w, **given), case.spans(), strict=True):
-            bounds, exact = oracle.bounds_of_gradients(of, dy[rows].cpu()), _gradients(of, dy[rows].cpu())
+        for _, rows, of_w, of in each(case, leaves["x"], w, **given):
+            bounds, exact = oracle.bounds_of_gradients(of, dy[rows].cpu()), exact_gradients(of, dy[rows].cpu())
             slack = bounds["x"] + of.unit * exact["x"].abs()
             within(subject, "grad_x", found["x"][rows], exact["x"].numpy(), slack.numpy())
             bias[of_w], allowed[of_w] = exact["bias"], bounds["bias"] + of.unit * exact["bias"].abs()
@@ -165,8 +187,13 @@ def gradients_of_experts_match_float64(subject: Subject, case: Experts) -> None:
             same_bits("grad_residual", found["residual"], kept, "beside dy")
 
 
-def _gradients(of: oracle.Exact, dy: Tensor) -> dict[str, Tensor]:
-    """Float64 gradients of an expert's rows of x and of its bias."""
+def exact_gradients(of: oracle.Exact, dy: Tensor) -> dict[str, Tensor]:
+    """Float64 gradients of a group's rows of x, of its bias, and of its A and B."""
     h = of.h.detach().clone().requires_grad_()
     (dh,) = torch.autograd.grad(oracle.activated(h, of.activation), h, dy.double())
-    return {"x": dh @ of.w, "bias": dh.sum(0)}
+    found = {"x": dh @ of.w, "bias": dh.sum(0)}
+    if of.lora is None:
+        return found
+    A, B, s = of.lora
+    low = s * dh @ B
+    return {"x": found["x"] + low @ A, "bias": found["bias"], "A": low.t() @ of.x, "B": s * dh.t() @ (of.x @ A.t())}
