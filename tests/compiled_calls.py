@@ -71,6 +71,7 @@ EXAMPLES = (
     example("lm_head_sample", weight=rlk.quantize(draw(V, D), "nf4")),
     example("verify", cut=False),
     example("quantize", format="nf4", cut=False),
+    example("quantize", format=rlk.QuantSpec.named("int4_g32", scale_rule="absmax/7"), cut=False),
     example("fake_quantize", cut=False),
     example("fake_quantize", format="int4_g32_asym", dtype=torch.bfloat16, clipped=True, cut=False),
     example("dequantize", cut=False),

@@ -4,9 +4,9 @@
      "support": {"new": "rlkernel_core.spec.logprob:Support", "ids": {"t": 2}, "offsets": {"t": 3}}, ...}
 
 `t`, `i` and `f` number the tensors, integers and floats of the call, in order; `g` is a tensor that a gradient is
-wanted for; everything else is constant. Under "autocast" stands what the call was made under, if anything. Tensors
-nested in tuples, dicts and dataclasses so flow through a graph as tensors. Results go the other way: an outline of text
-and a list of tensors.
+wanted for; everything else is constant, a `QuantSpec` with its integers: the format fixes these. Under "autocast"
+stands what the call was made under, if anything. Tensors nested in tuples, dicts and dataclasses so flow through a
+graph as tensors. Results go the other way: an outline of text and a list of tensors.
 
 Functions marked as traced are read by Dynamo and use only what it can follow; those marked as constant run as they are
 while it traces. Knows no backend.
@@ -26,11 +26,13 @@ import torch
 from torch import Tensor
 
 from rlkernel_core.errors import ArgumentTypeError
+from rlkernel_core.quant.spec import FORMATS, QuantSpec
 
 # An outline is nested tuples of text alone: Dynamo may turn a number that it reads from a tuple into a symbol.
 Outline = tuple[Any, ...]
 Wanted = Callable[[Tensor], Tensor]
 _REMEMBERED: Final = 4096
+_SPEC_FIELDS: Final = tuple(f.name for f in dataclasses.fields(QuantSpec) if f.name not in {"rows", "group"})
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -113,13 +115,28 @@ def write(value: Any, leaves: Leaves, *, grad: bool) -> str:
         return f'{{"dict": [{", ".join(pairs)}]}}'
     names = fields_of(type(value))
     if names:
-        parts = [f'"{name}": {write(getattr(value, name), leaves, grad=grad)}' for name in names]
-        return f'{{"new": {quoted(path_of(type(value)))}, {", ".join(parts)}}}'
+        return _container(value, names, leaves, grad=grad)
     if isinstance(value, (tuple, list)):
         return f"[{', '.join([write(v, leaves, grad=grad) for v in value])}]"
     if torch.distributed.is_available() and isinstance(value, torch.distributed.ProcessGroup):
         return f'{{"group": {quoted(value.group_name)}}}'
     return f'{{"opaque": {quoted(path_of(type(value)))}}}'
+
+
+def _container(value: Any, names: tuple[str, ...], leaves: Leaves, *, grad: bool) -> str:
+    """The JSON of a dataclass or a named tuple; traced."""
+    if isinstance(value, QuantSpec) and (value.rows, value.group) == sizes_of(value.format):
+        parts = [f'"{name}": {quoted(getattr(value, name))}' for name in _SPEC_FIELDS]
+        return f'{{"spec": {{{", ".join(parts)}}}}}'
+    parts = [f'"{name}": {write(getattr(value, name), leaves, grad=grad)}' for name in names]
+    return f'{{"new": {quoted(path_of(type(value)))}, {", ".join(parts)}}}'
+
+
+@constant
+def sizes_of(format: str) -> tuple[int, int]:  # noqa: A002  the field's noun
+    """Rows and columns that share a scale; -1 where there is no such format."""
+    row = FORMATS.get(format)
+    return (row.spec.rows, row.spec.group) if row else (-1, -1)
 
 
 @constant
@@ -261,10 +278,17 @@ def _group(name: str) -> Any:
     return find._resolve_process_group(name)  # noqa: SLF001 as torch's functional collectives do
 
 
+def _spec(fields: dict[str, Any]) -> QuantSpec:
+    """A spec by what its format does not fix."""
+    return dataclasses.replace(FORMATS[fields["format"]].spec, **fields)
+
+
 def _opaque(path: str) -> Any:
     raise ArgumentTypeError(
         "argument", path, "cannot be part of a compiled graph", "Bind the call outside: run = op.bind(...)."
     )
 
 
-_WORDS: Final[dict[str, Callable[[str], Any]]] = {"torch": torch_constant, "group": _group, "opaque": _opaque}
+_WORDS: Final[dict[str, Callable[[Any], Any]]] = {
+    "torch": torch_constant, "group": _group, "opaque": _opaque, "spec": _spec,
+}  # fmt: skip
