@@ -8,6 +8,7 @@ import torch
 
 import rlkernel as rlk
 from rlkernel_core.definitions import quantize as definition
+from rlkernel_core.quant import activations
 from rlkernel_core.quant.activations import KINDS
 
 SPECS = {
@@ -57,6 +58,55 @@ def test_leading_dimensions_stay(kind: str, codes: tuple[int, ...], scale: tuple
     assert torch.equal(made.value().view(6, 37), flat.value())
     assert rlk.quantize_activation(x[:0], kind).value().shape == (0, 3, 37)
     assert torch.equal(rlk.quantize_activation(x[0, 0], kind).value(), flat.value()[0])
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.float().nan_to_num(nan=-9.0), b.float().nan_to_num(nan=-9.0))
+
+
+@pytest.mark.parametrize("columns", [256, 301])
+@pytest.mark.parametrize("kind", SPECS)
+def test_codes_and_scales_have_the_bits_of_the_rules(kind: str, columns: int) -> None:
+    x = tokens(6, columns, dtype=torch.bfloat16)
+    x[1], x[2, 5], x[3, 250], x[4] = 0, torch.nan, torch.inf, 1e-38
+    want, found = activations.quantize_activation(x, SPECS[kind]), rlk.quantize_activation(x, SPECS[kind])
+    assert same(want.codes, found.codes)
+    assert same(want.scale, found.scale)
+    assert same(want.value(), found.value())
+
+
+@pytest.mark.parametrize(
+    "kind, needed",
+    [
+        ("token_int8", {"format:int8_channel"}),
+        ("token_fp8", {"format:fp8_channel"}),
+        ("block128_fp8", {"format:fp8_channel"}),
+        ("mxfp8", {"format:mxfp8"}),
+        ("e4m3fnuz", {"format:fp8_channel", "element:e4m3fnuz"}),
+        ("beside mxfp4", {"format:mxfp8", "scale_rule:even"}),
+    ],
+)
+def test_the_call_is_one_of_quantize(kind: str, needed: set[str]) -> None:
+    rlk.quantize_activation(tokens(2, 70), SPECS[kind])
+    decision = rlk.last_decision("quantize")
+    assert decision is not None
+    assert needed == decision.call.features
+
+
+@pytest.mark.parametrize("kind, dtype", [("nvfp4", torch.float32), ("token_fp8", torch.float64)])
+def test_what_no_format_of_weights_expresses_is_plain_torch(kind: str, dtype: torch.dtype) -> None:
+    x = tokens(2, 70, dtype=dtype)
+    rlk.quantize(tokens(2, 70), "int4_channel")
+    made, decision = rlk.quantize_activation(x, kind), rlk.last_decision("quantize")
+    assert decision is not None
+    assert {"format:int4_channel"} == decision.call.features
+    assert torch.equal(activations.quantize_activation(x, kind).value(), made.value())
+
+
+def test_a_compiled_graph_has_the_same_values() -> None:
+    x = tokens(3, 70)
+    run = torch.compile(lambda x: rlk.quantize_activation(x, "mxfp8").value(), fullgraph=True, backend="eager")
+    assert torch.equal(rlk.quantize_activation(x, "mxfp8").value(), run(x))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for readers and type checkers; a 
     from rlkernel.provenance import decisions_hash as decisions_hash
     from rlkernel.provenance import last_decision as last_decision
     from rlkernel.provenance import status as status
+    from rlkernel.quantized_inputs import quantize_activation as quantize_activation
     from rlkernel.sequences import sequence_sums as sequence_sums
     from rlkernel.signatures import advantage as advantage
     from rlkernel.signatures import affine_suffix_scan as affine_suffix_scan
@@ -89,7 +90,6 @@ if TYPE_CHECKING:  # what `__getattr__` gives, for readers and type checkers; a 
     from rlkernel_core.errors import StaleBatchError as StaleBatchError
     from rlkernel_core.errors import UnknownNameError as UnknownNameError
     from rlkernel_core.quant.activations import QuantActivation as QuantActivation
-    from rlkernel_core.quant.activations import quantize_activation as quantize_activation
     from rlkernel_core.quant.spec import QuantSpec as QuantSpec
     from rlkernel_core.quant.tensor import QuantTensor as QuantTensor
     from rlkernel_core.spec.advantage import AdvantageResult as AdvantageResult
@@ -142,6 +142,7 @@ _HOMES: Final = {
     "rlkernel.nn.generate": ("Generated",),
     "rlkernel.policy": ("configure", "refresh", "registered", "use"),
     "rlkernel.provenance": ("Ran", "decisions_hash", "last_decision", "status"),
+    "rlkernel.quantized_inputs": ("quantize_activation",),
     "rlkernel.sequences": ("sequence_sums",),
     "rlkernel_core.decision": ("Decision",),
     "rlkernel_core.errors": (
@@ -169,7 +170,7 @@ _HOMES: Final = {
         "StaleBatchError",
         "UnknownNameError",
     ),
-    "rlkernel_core.quant.activations": ("QuantActivation", "quantize_activation"),
+    "rlkernel_core.quant.activations": ("QuantActivation",),
     "rlkernel_core.quant.spec": ("QuantSpec",),
     "rlkernel_core.quant.tensor": ("QuantTensor",),
     "rlkernel_core.spec.advantage": ("AdvantageResult", "AdvantageStats"),

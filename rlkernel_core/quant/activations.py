@@ -35,6 +35,8 @@ KINDS: Final[Mapping[str, QuantSpec]] = {
     "mxfp8": QuantSpec.named("mxfp8", act="mxfp8"),
     "nvfp4": QuantSpec.named("nvfp4", act="nvfp4"),
 }
+_INT8_ROWS: Final = QuantSpec.named("int8_channel")
+_FP8_ROWS: Final = {element: QuantSpec.named("fp8_channel", element=element) for element in FLOAT8}
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,37 @@ class QuantActivation:
         return codes * _spread(scale, size, columns)
 
 
+def checked(x: Tensor, kind: str | QuantSpec) -> QuantSpec:
+    """The spec that `kind` stands for, once both arguments of `quantize_activation` are sound."""
+    checks.tensor("x", x, kind="floating")
+    if x.dim() < 1 or not x.shape[-1]:
+        raise ArgumentError("x", checks.describe(x), "needs a last dimension K >= 1", "Pass [..., K].")
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ArgumentError("x", checks.describe(x), "requires a gradient, and codes have none", "Pass x.detach().")
+    spec = validated(kind) if isinstance(kind, QuantSpec) else KINDS[checks.choice("kind", kind, KINDS)]
+    if spec.act == "none":
+        raise ArgumentError("kind", spec.kind, "leaves x as it is", f"Choose from {', '.join(KINDS)}.")
+    return spec
+
+
+def row_format(spec: QuantSpec) -> QuantSpec:
+    """The format of a weight whose rows are coded as `spec.act` codes tokens, or blocks of 128 columns of one.
+
+    That of "nvfp4" has one second scale for all rows, where tokens have their own.
+    """
+    if spec.act == "token_int8":
+        return _INT8_ROWS
+    if spec.act in {"token_fp8", "block128_fp8"}:
+        return _FP8_ROWS[spec.element]
+    if spec.act == "mxfp8" and spec.element == "e2m1":  # of an mxfp4 weight
+        return replace(KINDS["mxfp8"], scale_rule=spec.scale_rule)
+    return spec
+
+
 def quantize_activation(x: Tensor, kind: str | QuantSpec) -> QuantActivation:
-    """Quantize an input of a matmul as qmatmul does, with the scales of every token its own.
+    """Quantize an input of a matmul in plain torch, with the scales of every token its own.
+
+    `rlkernel.quantize_activation` is the same on the backend that quantizes weights.
 
     Args:
         x: [..., K] bf16, fp16, fp32 or float64; any strides; never written to.
@@ -79,14 +110,7 @@ def quantize_activation(x: Tensor, kind: str | QuantSpec) -> QuantActivation:
         ArgumentTypeError: x is no tensor of floats.
         UnknownNameError: no such kind; the message suggests the nearest.
     """
-    checks.tensor("x", x, kind="floating")
-    if x.dim() < 1 or not x.shape[-1]:
-        raise ArgumentError("x", checks.describe(x), "needs a last dimension K >= 1", "Pass [..., K].")
-    if torch.is_grad_enabled() and x.requires_grad:
-        raise ArgumentError("x", checks.describe(x), "requires a gradient, and codes have none", "Pass x.detach().")
-    spec = validated(kind) if isinstance(kind, QuantSpec) else KINDS[checks.choice("kind", kind, KINDS)]
-    if spec.act == "none":
-        raise ArgumentError("kind", spec.kind, "leaves x as it is", f"Choose from {', '.join(KINDS)}.")
+    spec = checked(x, kind)
     rows = x.reshape(-1, x.shape[-1])
     rows = rows.to(torch.float64 if x.dtype == torch.float64 and spec.act not in {"mxfp8", "nvfp4"} else torch.float32)
     made = _RULES.get(spec.act, _by_division)(rows, spec)
@@ -110,8 +134,7 @@ def _by_division(x: Tensor, spec: QuantSpec) -> dict[str, Tensor]:  # x [M, K] f
 
 
 def _by_powers(x: Tensor, spec: QuantSpec) -> dict[str, Tensor]:  # x [M, K] fp32
-    if spec.element == "e2m1":  # of an mxfp4 weight
-        spec = replace(KINDS["mxfp8"], scale_rule=spec.scale_rule)
+    spec = row_format(spec)
     scale = mx.scale_of(_blocks(x, 32).abs().amax(-1), spec)
     ratio = (x / _spread(mx.power(scale), 32, x.shape[1])).nan_to_num_(nan=0.0)
     return {"codes": mx.coded(ratio, spec), "scale": scale}

@@ -91,9 +91,7 @@ def quantize_activation(x: Tensor, spec: QuantSpec) -> QuantActivation:  # x [M,
     """Quantize x as `spec.act` says, with the bits of `rlkernel_core.quant.activations`."""
     if spec.act == "block128_fp8" or 0 in x.shape:
         return activations.quantize_activation(x.float(), spec)
-    integers = spec.act == "token_int8"
-    rows = QuantSpec.named("int8_channel") if integers else QuantSpec.named("fp8_channel", element=spec.element)
-    made = _allocator(x, rows, None)()
+    made = _allocator(x, activations.row_format(spec), None)()
     _encode(made, x)
     return QuantActivation(made.parts["codes"], made.parts["scale"])
 
@@ -106,9 +104,7 @@ def quantize_in_blocks(
     The values of "mxfp8" are whole. Those of "nvfp4" are products of codes and the scales of blocks, which any type
     holds; the second scale [M] of each token remains to be multiplied with.
     """
-    if spec.act == "mxfp8" and spec.element == "e2m1":
-        spec = replace(activations.KINDS["mxfp8"], scale_rule=spec.scale_rule)
-    made, of_tokens = _allocator(x, spec, None)(), None
+    made, of_tokens = _allocator(x, activations.row_format(spec), None)(), None
     if spec.act == "nvfp4":
         of_tokens = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
         _encode(replace(made, parts=made.parts | {"global_scale": of_tokens}), x, plan)

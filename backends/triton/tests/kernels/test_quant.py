@@ -141,6 +141,16 @@ def test_tokens_are_coded_as_the_definition_says(device, spec) -> None:
     assert same(found.scale, want.scale)
 
 
+@pytest.mark.parametrize("kind", ["token_int8", "token_fp8", "block128_fp8", "mxfp8"])
+def test_inputs_are_quantized_by_the_kernels_of_weights(device, kind) -> None:
+    x = weight(7, 301, device, torch.bfloat16)
+    want = quantize_activation(x, kind)
+    found = rlk.quantize_activation(x, kind)
+    assert rlk.last_decision("quantize").backend.startswith("triton")
+    assert same(found.codes.float(), want.codes.float())
+    assert same(found.scale, want.scale)
+
+
 BYTES = [*PRODUCTS, *(named(f) for f in ("int8_channel", "int8_w8a8", "fp8_tensor", "fp8_block128"))]
 BYTES += [named("fp8_channel", element="e5m2", act="token_fp8"), named("fp8_block128", act="block128_fp8")]
 
