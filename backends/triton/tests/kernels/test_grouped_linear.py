@@ -83,8 +83,10 @@ def whole_numbers(device, sizes, K, N, rest):
     return given | {"ends": torch.tensor(sizes, device=device).cumsum(0).int()}
 
 
-@pytest.mark.parametrize("sizes, rest", [((1, 0, 3), 2), ((0, 70, 65, 0), 0), ((2,) * 40, 1), ((0, 0), 3)])
-@pytest.mark.parametrize("K", [7, 300, 1024])
+SIZES = (((1, 0, 3), 2), ((0, 70, 65, 0), 0), ((0, 0), 3))
+
+
+@pytest.mark.parametrize("K, sizes, rest", [*((K, *of) for K in (7, 300, 1024) for of in SIZES), (7, (2,) * 40, 1)])
 def test_every_product_counts_once(sizes, rest, K, device) -> None:
     """Result and gradients of x, weight and bias."""
     given = whole_numbers(device, sizes, K, 20, rest)
