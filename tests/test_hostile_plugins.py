@@ -123,7 +123,7 @@ def test_a_hostile_plugin_is_a_reason_and_is_not_imported_here(plug, kind) -> No
 
 @pytest.mark.parametrize("kind", ENDLESS)
 def test_a_plugin_that_never_returns_is_ended(plug, monkeypatch, kind) -> None:
-    monkeypatch.setattr(trial, "TIMEOUT_S", 3.0)
+    monkeypatch.setattr(trial, "TIMEOUT_S", 1.5)
     plug("acme", ENDLESS[kind])
     assert policy.installed()["acme"].reason.slug == "load/import-timeout"
 

@@ -98,9 +98,9 @@ def test_a_bundle_has_what_the_table_of_workloads_launches() -> None:
 def test_conformance_is_recorded_by_the_backend_that_answers_with_the_reference(tmp_path) -> None:
     file = tmp_path / "launches.jsonl"
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "AOT_RECORDING": f"{file}:sm_87"}
-    command = ["-m", "rlkernel", "conformance", "run", "recorded", "--op", "logprob", "--profile", "quick", "--json"]
+    command = ["-m", "rlkernel", "conformance", "run", "recorded", "--op", "dequantize", "--profile", "quick", "--json"]
     command = [sys.executable, *command, "--manifest", "rlkernel_triton.aot.recording:backend"]
     subprocess.run(command, capture_output=True, check=True, env=environ)
     found = recordings.read(file)
     assert len(found) > 30
-    assert {op for uses in found.values() for op in uses} == {"logprob"}
+    assert {op for uses in found.values() for op in uses} == {"dequantize"}
