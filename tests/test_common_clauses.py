@@ -28,7 +28,19 @@ SOME = Profile("test", 8, 60)
 ROWS = Profile("test", 4, 60, thorough=False)  # of a table; plain torch's report is of every row
 ALL = Profile("test", 400, 60)  # rows of a table: the first that fails ends it
 # Operators whose mutants take longest under the clauses that they do not name; the mutants of the others are the same.
-LONG = {"advantage", "lm_head_sample", "linear_policy_loss", "policy_loss", "qmatmul", "quantize", "sample", "verify"}
+LONG = {
+    "advantage",
+    "attention",
+    "linear_divergence",
+    "linear_logprob",
+    "linear_policy_loss",
+    "lm_head_sample",
+    "policy_loss",
+    "qmatmul",
+    "quantize",
+    "sample",
+    "verify",
+}
 
 
 def common(op: str) -> list[Attack]:
