@@ -1,7 +1,8 @@
-"""Global memory: scalar loads, and vector accesses with a 64-bit address or through a buffer descriptor.
+"""Global memory and scratch: scalar loads, and vector accesses by an address, an offset or a buffer descriptor.
 
 Semantics: CDNA3 ISA, chapters "Scalar memory operations" and "Vector memory operations". A buffer access beyond its
-descriptor's size reads 0 and writes nothing; everything else outside the launch's memory is an error.
+descriptor's size reads 0 and writes nothing; everything else outside the launch's memory, or a lane's scratch, is an
+error.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 
 from cdna_simulator import lds
 from cdna_simulator.assembly import Instruction, Operand
+from cdna_simulator.errors import OutOfBoundsError
 from cdna_simulator.formats import F32, F64, I32, I64, U8, U32, U64, Array
 from cdna_simulator.operands import Reader, Step, broadcast, u32, u64, unknown
 from cdna_simulator.transfer import WIDTHS, Lanes, put_loaded, stored_bytes
@@ -87,8 +89,39 @@ def _buffer_place(ins: Instruction, ops: tuple[Operand, ...], size: int) -> Plac
     return place
 
 
+def _scratch(ins: Instruction) -> Step:
+    """scratch_load and scratch_store: bytes that are a lane's own, at the sum of a lane's and a scalar offset."""
+    found = re.fullmatch(r"scratch_(load|store)_(\w+)", ins.name)
+    if not found or found[2] not in WIDTHS:
+        raise unknown(ins)
+    what, width = found[1], WIDTHS[found[2]]
+    to, *offsets = ins.operands if what == "load" else (ins.operands[1], ins.operands[0], ins.operands[2])
+    reads, constant = [broadcast(u32(op)) for op in offsets if op.kind != "none"], ins.number("offset")
+
+    def place(w: Waves) -> tuple[Lanes, Array]:
+        lanes = np.nonzero(w.mask)
+        at = sum((read(w)[lanes].astype(I64) for read in reads), np.full(len(lanes[0]), constant, I64))
+        if len(at) and (at.min() < 0 or at.max() + width.size > w.scratch_bytes):
+            raise OutOfBoundsError(f"{width.size} bytes at {int(at.max())} of {w.scratch_bytes} bytes of scratch")
+        return lanes, (lanes[0] * 64 + lanes[1]) * w.scratch_bytes + at
+
+    def load(w: Waves) -> None:
+        lanes, at = place(w)
+        if len(at):
+            put_loaded(w, to, lanes, w.scratch.read(at, width.size), width)
+
+    def store(w: Waves) -> None:
+        lanes, at = place(w)
+        if len(at):
+            w.scratch.write(at, stored_bytes(w, to, lanes, width))
+
+    return load if what == "load" else store
+
+
 def bind(ins: Instruction) -> Step:
-    """The function that executes a global_, flat_ or buffer_ instruction."""
+    """The function that executes a global_, flat_, buffer_ or scratch_ instruction."""
+    if ins.name.startswith("scratch_"):
+        return _scratch(ins)
     found = re.fullmatch(r"(global|flat|buffer)_(load|store|atomic)_(lds_)?(\w+)", ins.name)
     if not found or (found[2] != "atomic" and found[4] not in WIDTHS):
         raise unknown(ins)

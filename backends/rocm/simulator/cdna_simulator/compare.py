@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from cdna_simulator.assembly import Instruction, Operand
-from cdna_simulator.formats import F32, I32, I64, U32, U64, Array, from_f16
+from cdna_simulator.formats import F32, F64, I32, I64, U16, U32, U64, Array, from_f16
 from cdna_simulator.integers import Compute
 from cdna_simulator.lanes import dpp, sdwa
 from cdna_simulator.operands import Reader, Step, bits32, broadcast, f16, f32, f64, lane_mask, signed, u32, u64, unknown
@@ -46,11 +46,15 @@ INTEGER_TESTS: Final[Mapping[str, Compute]] = {
 }  # fmt: skip
 
 
+# float -> (an integer of its size, bits of the mantissa, the largest exponent)
+_PARTS: Final = {np.float16: (U16, 10, 31), F32: (U32, 23, 255), F64: (U64, 52, 2047)}
+
+
 def _class(a: Any, wanted: Any) -> Array:
     """v_cmp_class: whether a float is one of the ten kinds that bits 0 to 9 name."""
     a = np.asarray(a)
     word: Any
-    word, mantissa, top = (U32, 23, 255) if a.dtype == F32 else (U64, 52, 2047)
+    word, mantissa, top = _PARTS[a.dtype.type]
     bits = a.view(word)
     minus = (bits >> word(8 * a.itemsize - 1)).astype(bool)
     exponent, rest = (bits >> word(mantissa)) & word(top), bits & word((1 << mantissa) - 1)
@@ -97,10 +101,13 @@ def _comparison(ins: Instruction, test: str, kind: str) -> Step:
     reads = [read(op) for op in ins.operands[1:3]]
     if test == "class":
         reads[1], compute = u32(ins.operands[2]), _class
+        if kind == "f16":
+            half = reads[0]
+            reads[0] = lambda w: np.asarray(half(w)).astype(np.float16)
     else:
         compute = _integers(INTEGER_TESTS[test], integer) if integer else FLOAT_TESTS[test]
     if ins.encoding == "sdwa":
-        if kind in {"f32", "f64"}:
+        if kind in {"f32", "f64"} or test == "class":
             raise unknown(ins)
         reads = [_half_of_sdwa(ins, i) if kind == "f16" else sdwa(ins, i, r) for i, r in enumerate(reads)]
     elif ins.modifiers:
@@ -202,7 +209,7 @@ def bind(ins: Instruction) -> Step | None:
     if ins.name in _NAMED:
         return _NAMED[ins.name](ins)
     found = re.fullmatch(r"v_cmpx?_(\w+)_(f(?:16|32|64)|[iu](?:16|32|64))", ins.name)
-    known = {"class": ("f32", "f64"), **dict.fromkeys(FLOAT_TESTS, ("f32", "f16", "f64"))}
+    known = {"class": ("f16", "f32", "f64"), **dict.fromkeys(FLOAT_TESTS, ("f32", "f16", "f64"))}
     if found and (found[2] in known.get(found[1], ()) or (found[2][0] != "f" and found[1] in INTEGER_TESTS)):
         return _comparison(ins, found[1], found[2])
     return None

@@ -25,10 +25,11 @@ from cdna_simulator.errors import HangError, SimulationError, UnsupportedKernelE
 from cdna_simulator.formats import U8, U32, Array
 from cdna_simulator.memory import GlobalMemory, Region
 from cdna_simulator.operands import Step, unknown
-from cdna_simulator.waves import EXEC, LANES, VCC, Waves
+from cdna_simulator.waves import EXEC, LANES, SCRATCH, VCC, Waves
 
 WAVES_AT_ONCE: Final = 256  # a third of the time of 64; more are no faster, and take more memory
 LIMIT: Final = 20_000_000  # instructions of waves that run in step; a loop that does not end
+_SCRATCH_BY_OFFSET: Final = ("gfx942", "gfx950")  # others reach it through a buffer descriptor that a wave makes
 _UNWRITTEN: Final = 0xFF  # bytes of LDS that nobody has written: a NaN in every float format
 # No effect here: caches are not modelled, and an instruction has ended before the next begins.
 _IDLE: Final = frozenset({
@@ -52,10 +53,9 @@ class Machine:
     """One kernel, ready to be launched any number of times."""
 
     def __init__(self, kernel: Kernel, *, lds: int, warps: int) -> None:
-        scratch = kernel.facts.get("private_segment_fixed_size", 0)
-        if scratch:
+        if (scratch := kernel.facts.get(SCRATCH, 0)) and kernel.arch not in _SCRATCH_BY_OFFSET:
             raise UnsupportedKernelError(
-                f"{kernel.name} spills {scratch} bytes a lane to scratch, which is not simulated"
+                f"{kernel.name} spills {scratch} bytes a lane to scratch, which is not simulated on {kernel.arch}"
             )
         self.kernel, self.lds, self.warps = kernel, lds, warps
         self.steps: list[Step | None] = [None] * len(kernel.code)
@@ -241,7 +241,7 @@ def bound(line: str) -> Step:
         return scalar.bind(ins)
     if name.startswith("ds_"):
         return lds.bind(ins)
-    if name.startswith(("global_", "flat_", "buffer_")):
+    if name.startswith(("global_", "flat_", "buffer_", "scratch_")):
         return access.bind(ins)
     for family in (arithmetic, compare, convert, matrix, float64, division):
         found = family.bind(ins)

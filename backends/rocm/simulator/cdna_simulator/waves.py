@@ -18,6 +18,7 @@ from cdna_simulator.memory import GlobalMemory, Region
 LANES: Final = np.arange(64)
 VCC, EXEC, M0 = 106, 126, 124
 _UNWRITTEN: Final = 0xFFC0DEAD  # a NaN in float32 and in bf16: what nobody wrote shows
+SCRATCH: Final = "private_segment_fixed_size"  # bytes a lane, a fact of a kernel
 
 
 class Waves:
@@ -28,6 +29,8 @@ class Waves:
         self.W, self.arch, self.groups = W, kernel.arch, groups  # groups [W]: position of each wave's workgroup in lds
         self.memory, self.lds, self.lds_bytes = memory, lds, lds_stride
         self.lds_base = (groups.astype(I64) * lds_stride)[:, None]
+        self.scratch_bytes = kernel.facts.get(SCRATCH, 0)  # of a lane, one after another
+        self.scratch = Region(np.full(W * 64 * self.scratch_bytes // 4, _UNWRITTEN, U32).view(U8))
         file = np.full((kernel.registers, W, 64), _UNWRITTEN, U32)
         self.v = list(file)
         self.s = np.zeros((W, 128), U32)

@@ -6,12 +6,12 @@ from cdna_simulator import GlobalMemory, Kernel
 from cdna_simulator.assembly import instruction
 from cdna_simulator.machine import bind
 from cdna_simulator.memory import Region
-from cdna_simulator.waves import Waves
+from cdna_simulator.waves import SCRATCH, Waves
 
 
-def waves(arch="gfx942", count=1, lds=1024, memory=None):
+def waves(arch="gfx942", count=1, lds=1024, memory=None, scratch=0):
     """Waves that have run nothing; every wave is a workgroup of its own."""
-    kernel = Kernel("hand", arch, (), {}, {}, (), 300)
+    kernel = Kernel("hand", arch, (), {}, {SCRATCH: scratch}, (), 300)
     region = Region(np.zeros(count * lds, np.uint8))
     w = Waves(kernel, np.arange(count), memory or GlobalMemory(), region, lds)
     for register in w.v:

@@ -249,6 +249,8 @@ def test_exact_division_as_compilers_write_it() -> None:
         ("v_cmp_ngt_f32_e64 s[0:1], v1, 0", lambda x: ~(x.view(F32) > 0)),
         ("v_cmp_o_f16_e64 s[0:1], v1, v1", lambda x: ~np.isnan(x.astype(np.uint16).view(np.float16))),
         ("v_cmp_class_f32_e64 s[0:1], v1, 0x204", lambda x: np.isinf(x.view(F32))),
+        ("v_cmp_class_f16_e64 s[0:1], v1, 3", lambda x: np.isnan(x.astype(np.uint16).view(np.float16))),
+        ("v_cmp_class_f16_e64 s[0:1], v1, 0x90", lambda x: ((x & 0x7C00) == 0) & ((x & 0x3FF) > 0)),  # denormals
         ("v_cmp_eq_u16_sdwa s[0:1], v1, v1 src0_sel:WORD_0 src1_sel:WORD_1", lambda x: (x & 0xFFFF) == x >> 16),
     ],
 )

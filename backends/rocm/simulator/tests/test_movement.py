@@ -108,6 +108,16 @@ def test_lds_is_a_workgroup_s_own_and_bounded() -> None:
         run(w, "ds_write_b64 v1, v[2:3] offset:256")
 
 
+def test_scratch_is_a_lane_s_own_and_bounded() -> None:
+    w = waves(count=2, scratch=24)
+    w.v[1][...], w.v[2][...], w.v[3][...] = LANES, LANES + np.array([[0], [1000]], np.uint32), 8
+    run(w, "scratch_store_dwordx2 off, v[1:2], off offset:16", "scratch_store_dword v3, v2, off offset:4")
+    run(w, "scratch_load_dwordx2 v[4:5], off, off offset:16", "scratch_load_dword v6, off, off offset:12")
+    assert [w.v[n].tolist() for n in (4, 5, 6)] == [w.v[n].tolist() for n in (1, 2, 2)]
+    with pytest.raises(OutOfBoundsError, match="4 bytes at 24 of 24 bytes of scratch"):
+        run(w, "scratch_load_dword v6, v3, off offset:16")
+
+
 def test_lds_addresses_have_32_bits() -> None:
     w = waves(lds=512)
     w.v[1][...], w.v[2][...] = LANES * 4 - 44, LANES
