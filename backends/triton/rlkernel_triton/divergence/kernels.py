@@ -3,8 +3,8 @@
 One program a row forward: lanes of eight neighboring columns keep sums of their own, and are merged as a tree. So a
 row's bits depend on nothing but the row.
 
-Bytes of a row of V logits of s and s_t bytes: forward (s + s_t) V read, JSD and TV 2 (s + s_t) V; backward (s + s_t) V read, s V written. With
-a list of K ids forward s V and V / 8 read; backward s V read, s V written.
+Bytes of a row of V logits of s and s_t bytes: forward (s + s_t) V read, JSD and TV 2 (s + s_t) V; backward (s + s_t) V
+read, s V written. With a list of K ids forward s V and V / 8 read; backward s V read, s V written.
 
 Legend: N rows · V vocabulary · K listed ids · L lanes of a tile, 8 neighboring columns each.
 """

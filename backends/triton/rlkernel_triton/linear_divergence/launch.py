@@ -23,7 +23,7 @@ from rlkernel_triton.launchers import Plan, launcher_for
 
 LOGITS: Final = 5 << 26  # of a block: 1.25 GiB in fp32
 MOST_ROWS: Final = 4096  # of a block: products are no faster with more
-MULTIPLE: Final = 1024  # of rows of a block: tiles of products fill the multiprocessors, and slices of numbers are aligned
+MULTIPLE: Final = 1024  # of rows of a block: tiles of products fill the multiprocessors, slices of numbers are aligned
 COLUMNS: Final = 8192  # of d_weight that are summed at a time where there are several blocks
 
 
@@ -136,7 +136,7 @@ class _Host:
         up = g[:, None] if counted is None else torch.where(counted, g[:, None], 0.0)
         if of_hidden:
             d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-            torch.mul(_product(dz, weight), up, out=d_hidden.view(-1, d_hidden.shape[-1]))  # tiles of all rows at once
+            torch.mul(_product(dz, weight), up, out=d_hidden.view(-1, d_hidden.shape[-1]))
         if of_weight:
             x = hidden.detach().reshape(-1, hidden.shape[-1]).to(torch.float32) * up
             x = (x if counted is None else torch.where(counted, x, 0.0)).to(dz.dtype)
