@@ -1,10 +1,10 @@
-"""Kernels of divergence@1: a row of both sides is read twice forward, once for the statistics of its softmax.
+"""Kernels of divergence@1: a KL reads a row of both sides once forward, JSD and TV twice, first for its softmax.
 
 One program a row forward: lanes of eight neighboring columns keep sums of their own, and are merged as a tree. So a
 row's bits depend on nothing but the row.
 
-Bytes of a row of V logits of s and s_t bytes: forward 2 (s + s_t) V read; backward (s + s_t) V read, s V written. With
-a list of K ids forward s V and V / 8 read; backward s V read, s V written.
+Bytes of a row of V logits of s and s_t bytes: forward (s + s_t) V read, JSD and TV 2 (s + s_t) V; backward (s + s_t) V
+read, s V written. With a list of K ids forward s V and V / 8 read; backward s V read, s V written.
 
 Legend: N rows · V vocabulary · K listed ids · L lanes of a tile, 8 neighboring columns each.
 """
@@ -15,7 +15,8 @@ from typing import Final
 
 from rlkernel_triton.common.arithmetic import LN2, LOG2E, row_offset, scaled_less, stored_as, tree_sum
 from rlkernel_triton.common.language import tl, triton
-from rlkernel_triton.common.softmax import lane_sum, merge_lanes, row_scale, update_running
+from rlkernel_triton.common.softmax import merge_lanes, row_scale, update_running
+from rlkernel_triton.divergence.running_kl import conditional_kl, share, tile_sum, update_running_kl, update_top
 from rlkernel_triton.divergence.terms import term_and_derivative
 
 TILE: Final = 2048  # columns read at a time
@@ -67,35 +68,57 @@ def compare_rows(
         if tl.load(mask + row) == 0:
             tl.store(values + row, 0.0)
             return
-    LANES: tl.constexpr = TILE // NEIGHBORS
+    BITS: tl.constexpr = logits.dtype.element_ty.primitive_bitwidth + teacher.dtype.element_ty.primitive_bitwidth
+    STRIPS: tl.constexpr = 2 if BITS == 64 else 1  # a load is 4 numbers of fp32: so a thread's 8 columns are one lane's
+    LANES: tl.constexpr = TILE // (STRIPS * NEIGHBORS)
     scale, t_scale = row_scale(T, row, HAS_T), row_scale(T_t, row, HAS_T_T)
     x0 = logits + row_offset(row, inner, outer_stride, inner_stride)
     t0 = teacher + row_offset(row, t_inner, t_outer_stride, t_inner_stride)
-    column = tl.arange(0, LANES)[:, None] * NEIGHBORS + tl.arange(0, NEIGHBORS)[None, :]
+    strip = tl.arange(0, STRIPS)[:, None, None] * (LANES * NEIGHBORS)
+    column = strip + (tl.arange(0, LANES)[:, None] * NEIGHBORS + tl.arange(0, NEIGHBORS)[None, :])[None, :, :]
     top = tl.full([LANES], float("-inf"), tl.float32)
     total = tl.zeros([LANES], tl.float32)
     t_top = tl.full([LANES], float("-inf"), tl.float32)
     t_total = tl.zeros([LANES], tl.float32)
-    for first in range(0, V, TILE):
-        at = first + column
-        x = tl.load(x0 + at.to(tl.int64) * stride, mask=at < V, other=float("-inf")).to(tl.float32)
-        t = tl.load(t0 + at.to(tl.int64) * t_stride, mask=at < V, other=float("-inf")).to(tl.float32)
-        top, total, _, _, _, _ = update_running(top, total, x, scale)
-        t_top, t_total, _, _, _, _ = update_running(t_top, t_total, t, t_scale)
-    s_top, s_total = merged(top, total, LANES)
-    r_top, r_total = merged(t_top, t_total, LANES)
-    s_log, r_log = log_total(s_top, s_total), log_total(r_top, r_total)
     term = tl.zeros([LANES], tl.float32)
     mean = tl.zeros([LANES], tl.float32)
     for first in range(0, V, TILE):
         at = first + column
         x = tl.load(x0 + at.to(tl.int64) * stride, mask=at < V, other=float("-inf")).to(tl.float32)
         t = tl.load(t0 + at.to(tl.int64) * t_stride, mask=at < V, other=float("-inf")).to(tl.float32)
-        log_s = scaled_less(x, scale, s_top) - s_log
-        log_t = scaled_less(t, t_scale, r_top) - r_log
+        if KIND == "forward_kl":
+            t_top, t_total, top, total, term, mean = update_running_kl(
+                t_top, t_total, top, total, term, mean, t, x, t_scale, scale
+            )
+        elif KIND == "reverse_kl":
+            top, total, t_top, t_total, term, mean = update_running_kl(
+                top, total, t_top, t_total, term, mean, x, t, scale, t_scale
+            )
+        else:
+            top, e, _, down, _ = update_top(top, x, scale)
+            t_top, e_t, _, t_down, _ = update_top(t_top, t, t_scale)
+            total, t_total = total * down + tile_sum(e), t_total * t_down + tile_sum(e_t)
+    s_top, s_total = merged(top, total, LANES)
+    r_top, r_total = merged(t_top, t_total, LANES)
+    s_log, r_log = log_total(s_top, s_total), log_total(r_top, r_total)
+    if KIND == "forward_kl" or KIND == "reverse_kl":  # masses of lanes, and what is within each
+        log_s, log_t = (top - s_top) + tl.log2(total) - s_log, (t_top - r_top) + tl.log2(t_total) - r_log
         one, u = term_and_derivative(log_s, log_t, beta, log_beta, log_rest, KIND)
-        term += lane_sum(one)
-        mean += lane_sum(u)
+        if KIND == "forward_kl":
+            term, mean = one + share(tl.exp2(log_t), conditional_kl(t_total, total, term, mean)), u
+        else:
+            within = share(tl.exp2(log_s), conditional_kl(total, t_total, term, mean))
+            term, mean = one + within, u + within
+    else:
+        for first in range(0, V, TILE):
+            at = first + column
+            x = tl.load(x0 + at.to(tl.int64) * stride, mask=at < V, other=float("-inf")).to(tl.float32)
+            t = tl.load(t0 + at.to(tl.int64) * t_stride, mask=at < V, other=float("-inf")).to(tl.float32)
+            log_s = scaled_less(x, scale, s_top) - s_log
+            log_t = scaled_less(t, t_scale, r_top) - r_log
+            one, u = term_and_derivative(log_s, log_t, beta, log_beta, log_rest, KIND)
+            term += tile_sum(one)
+            mean += tile_sum(u)
     value, mean = ordered_sum(term, LANES), ordered_sum(mean, LANES)
     tl.store(values + row, value)
     tl.store(saved + row, s_top)

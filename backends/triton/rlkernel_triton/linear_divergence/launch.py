@@ -21,9 +21,9 @@ from rlkernel_triton.divergence.kernels import SAVED
 from rlkernel_triton.divergence.rows import CompareRows, List, Options, RowTensors
 from rlkernel_triton.launchers import Plan, launcher_for
 
-LOGITS: Final = 1 << 28  # of a block: 1 GiB in fp32
+LOGITS: Final = 5 << 26  # of a block: 1.25 GiB in fp32
 MOST_ROWS: Final = 4096  # of a block: products are no faster with more
-MULTIPLE: Final = 128  # of rows of a block: tiles of products are full, and slices of numbers aligned
+MULTIPLE: Final = 1024  # of rows of a block: tiles of products fill the multiprocessors, slices of numbers are aligned
 COLUMNS: Final = 8192  # of d_weight that are summed at a time where there are several blocks
 
 
@@ -37,7 +37,7 @@ def prepare(call: LinearDivergenceCall) -> Callable[[LinearDivergenceCall], Tens
 
     Memory beyond results and gradients: fp32 logits of a block on both sides, 24 bytes a row; backward the gradient of
     a block's logits, and with several blocks d_weight in fp32. With "save" the gradient of all rows' logits, and
-    backward a copy of hidden and of a block of d_hidden in fp32.
+    backward a copy of hidden or d_hidden in fp32.
     """
     if gradient_wanted("linear_divergence", call):
         return LinearDivergencePair(call)
@@ -136,9 +136,7 @@ class _Host:
         up = g[:, None] if counted is None else torch.where(counted, g[:, None], 0.0)
         if of_hidden:
             d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-            flat = d_hidden.view(-1, d_hidden.shape[-1])
-            for rows in self._blocks:
-                torch.mul(_product(dz[rows], weight), up[rows], out=flat[rows])
+            torch.mul(_product(dz, weight), up, out=d_hidden.view(-1, d_hidden.shape[-1]))
         if of_weight:
             x = hidden.detach().reshape(-1, hidden.shape[-1]).to(torch.float32) * up
             x = (x if counted is None else torch.where(counted, x, 0.0)).to(dz.dtype)

@@ -60,3 +60,34 @@ def test_a_student_that_excludes_all_but_the_list_has_the_gradient_of_plain_torc
     if kind != "forward_kl":  # which is infinite: the teacher's tail has a mass
         assert found[0][0].isfinite().all()
         assert not found[0][1].cpu()[x == -torch.inf].any()
+
+
+def rows_over_many_tiles():
+    """Student and teacher [5, 30 tiles]: a late peak over flat logits, rising and falling ones, near ones, -inf."""
+    g = torch.Generator().manual_seed(7)
+    x, y = (5 * torch.randn(5, 30 * kernels.TILE + 53, generator=g) for _ in range(2))
+    x[0], y[0] = 1e-3 * x[0], 0
+    x[0, 40_000] = 12
+    x[1], y[1] = x[1].sort().values, y[1].sort().values
+    x[2] = x[2].sort(descending=True).values
+    y[3] = x[3] + 0.01 * y[3]
+    x[4, :5000], y[4, :5000] = -torch.inf, -torch.inf
+    return x, y
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])
+def test_a_kl_that_is_read_once_keeps_its_digits(kind, device) -> None:
+    x, y = rows_over_many_tiles()
+    want = plain_divergence(DivergenceCall(x.double(), y.double(), kind=kind))
+    found = divergence(DivergenceCall(x.to(device), y.to(device), kind=kind)).cpu().double()
+    others = [0, 1, 2, 4]
+    torch.testing.assert_close(found[others], want[others], atol=0, rtol=2e-6)
+    torch.testing.assert_close(found[3], want[3], atol=0, rtol=1e-4)
+
+
+@pytest.mark.parametrize("column", [kernels.TILE, kernels.TILE + 9])  # in the lane of column 0, and in another
+def test_an_infinite_kl_stays_infinite_where_later_logits_are_far_above(column, device) -> None:
+    x, y = torch.zeros(1, V), torch.zeros(1, V)
+    y[0, 0], x[0, column] = -torch.inf, 500.0
+    found = divergence(DivergenceCall(x.to(device), y.to(device), kind="reverse_kl"))
+    assert found.tolist() == [torch.inf]

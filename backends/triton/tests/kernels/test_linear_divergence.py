@@ -35,6 +35,7 @@ def results(run, device, form, dtype, **more):
 )
 def test_several_blocks_give_the_results_of_plain_torch(form, backward, dtype, device, monkeypatch) -> None:
     monkeypatch.setattr(launch, "LOGITS", 128 * V)
+    monkeypatch.setattr(launch, "MULTIPLE", 128)
     monkeypatch.setattr(launch, "COLUMNS", 32)
     found = results(launch.linear_divergence, device, form, dtype, backward=backward)
     want = results(plain, device, form, dtype)
