@@ -52,11 +52,15 @@ def launched(op: str, workload: Workload, target: str) -> tuple[Build, ...]:
 
 
 def run_workload(op: str, workload: Workload) -> None:
-    """Make a call of the table of workloads, and its gradients, with what launches in this scope."""
+    """Make a call of the table of workloads, and its gradients, with what launches in this scope.
+
+    Gradients are recorded whatever the caller's mode: a build may be missed inside a node of autograd.
+    """
     call = OPERATORS[op].call(**workload.arguments)
     if (check := OPERATORS[op].check) is not None:
         check(call)
-    result = _implementation(op, asked_for=workload.asked_for)(call)
+    with torch.enable_grad():
+        result = _implementation(op, asked_for=workload.asked_for)(call)
     if workload.upstream:
         roots = [getattr(result, name) if name else result for name in workload.upstream]
         inputs = [x for x in workload.arguments.values() if isinstance(x, torch.Tensor) and x.requires_grad]
