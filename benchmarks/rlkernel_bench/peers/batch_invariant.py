@@ -24,6 +24,7 @@ PEERS = (
         ("batch_invariant_ops",),
         {"linear": linear},
         "batch_invariant_ops 0.1.0 of commit f22b1fb, batch_invariant_ops.py",
+        ran="H200, 0.1.0 of commit f22b1fb, torch 2.11",
         install="pip install git+https://github.com/thinking-machines-lab/batch_invariant_ops",
     ),
 )

@@ -13,6 +13,8 @@ from rlkernel_triton.common.language import tl, triton
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+LARGEST: tl.constexpr = tl.constexpr(4194304.0)  # a z beyond it has no fp32 number near enough to be taken relative to
+MAX_FLOAT: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)  # as common.host says it to host code
 
 
@@ -40,6 +42,29 @@ def scaled_less(y, scale, top):
     if INTERPRETED:  # whose fma rounds twice
         return (y.to(tl.float64) * scale - top).to(tl.float32)
     return tl.fma(y, scale, -top)
+
+
+@triton.jit
+def z_of(y, scale):
+    """y * scale; that of a finite y is finite."""
+    return tl.where(tl.abs(y) < float("inf"), tl.minimum(tl.maximum(y * scale, -MAX_FLOAT), MAX_FLOAT), y * scale)
+
+
+@triton.jit
+def anchor(best, scale, top):
+    """(c, t) with which `scaled_less(y - c, scale, t)` is y * scale - top for no y above best.
+
+    (0, top), unless best is at the top, and the top so large that it is rounded by more than terms differ: (best, 0).
+    Logits that are masked by a number, as -1e10 is one, are so.
+    """
+    far = (tl.abs(top) >= LARGEST) & (tl.abs(best) < float("inf")) & (z_of(best, scale) == top)
+    return tl.where(far, best, 0.0), tl.where(far, 0.0, top)
+
+
+@triton.jit
+def less_top(y, scale, top):
+    """y * scale - top of any y and top: in one rounding, or in two where the top is rounded by more than that."""
+    return tl.where(tl.abs(top) < LARGEST, scaled_less(y, scale, top), z_of(y, scale) - top)
 
 
 @triton.jit

@@ -14,13 +14,12 @@ Legend: R rows of groups · W ids of a quarter. Imports Triton.
 
 from __future__ import annotations
 
-from rlkernel_triton.common.arithmetic import LN2, scaled_less, softplus, tree_sum
+from rlkernel_triton.common.arithmetic import LN2, MAX_FLOAT, less_top, softplus, tree_sum, z_of
 from rlkernel_triton.common.language import tl, triton
 
 GROUP: tl.constexpr = tl.constexpr(64)  # ids
 SLOTS: tl.constexpr = tl.constexpr(64)  # groups side by side
 STEPS: tl.constexpr = tl.constexpr(8)  # groups of a slot
-LARGEST: tl.constexpr = tl.constexpr(4194304.0)  # a z beyond it has no fp32 number near enough to be taken relative to
 
 
 @triton.jit
@@ -38,10 +37,18 @@ def quarters_sum(a, b, c, d):
 @triton.jit
 def reference(best, scale):
     """The smallest integer that best * scale is not above."""
-    return tl.ceil(best * scale)
+    return tl.ceil(z_of(best, scale))
+
+
+@triton.jit
+def log_odds_against(total, top, target, scale):
+    """ln((1 - p) / p) of the chosen id: of its logit, and of the total of the others relative to 2^top."""
+    gap = (tl.log2(total) - less_top(target, scale, top)) * LN2
+    beyond = (tl.abs(target * scale) == float("inf")) & (tl.abs(target) < float("inf")) & (tl.abs(top) < MAX_FLOAT)
+    return tl.where(beyond, top * LN2 - target * (scale * LN2), gap)
 
 
 @triton.jit
 def log_probability(total, top, target, scale):
-    """ln p of the chosen id: its logit, and the total of the others relative to 2^top; as in common.merge_softmax."""
-    return 0.0 - softplus((tl.log2(total) - scaled_less(target, scale, top)) * LN2)  # of ln((1 - p) / p)
+    """ln p of the chosen id: its logit, and the total of the others relative to 2^top."""
+    return 0.0 - softplus(log_odds_against(total, top, target, scale))

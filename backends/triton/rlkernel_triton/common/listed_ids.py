@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from rlkernel_triton.common.arithmetic import LN2, scaled_less, stored_as, tree_sum
+from rlkernel_triton.common.arithmetic import LN2, less_top, stored_as, tree_sum
 from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.common.softmax import dlogits, row_scale
 
@@ -109,7 +109,7 @@ def listed_logprobs(
         at = first + tl.arange(0, ENTRIES)
         id = tl.load(ids + from_row + at, mask=at < K, other=-1).to(tl.int64)
         there = is_id(id, whole, False)
-        z = scaled_less(tl.load(y + from_row + at, mask=there, other=0.0), scale, top) - log_total
+        z = less_top(tl.load(y + from_row + at, mask=there, other=0.0), scale, top) - log_total
         x = tl.where(id == best, own, z * LN2)
         x = tl.where(there, x, tl.where(id == -1, 0.0, float("nan")))
         tl.store(logprob + from_row + at, tl.where(counted, x, 0.0), mask=at < K)
@@ -164,7 +164,7 @@ def listed_gradient(
                 own += tl.where(id == id_j, g_j, 0.0)
                 others += tl.where(id == id_j, 0.0, g_j)
         logit = tl.load(y + from_row + at, mask=there, other=0.0)
-        left = tl.where(id == best, rest, 1.0 - tl.exp2(scaled_less(logit, scale, top) - log_total))  # 1 - p
+        left = tl.where(id == best, rest, 1.0 - tl.exp2(less_top(logit, scale, top) - log_total))  # 1 - p
         dy = dlogits(
             logit, chosen=there, kept=there, scale=scale, top=top, log_total=log_total, mean=mean, rest=left,
             kept_top=0.0, kept_log_total=0.0, g=own, g_lse=up_lse - others, g_entropy=up_entropy, g_mass=0.0,

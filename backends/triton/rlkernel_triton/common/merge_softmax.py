@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from rlkernel_triton.common.arithmetic import LN2, LOG2E, log1p, scaled_less, softplus, tree_sum
+from rlkernel_triton.common.arithmetic import LN2, LOG2E, MAX_FLOAT, less_top, log1p, softplus, tree_sum, z_of
+from rlkernel_triton.common.group_sums import log_odds_against
 from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.common.softmax import LEAST_SHIFT, finite_or_zero, merge_lanes, row_scales
 
@@ -82,13 +83,14 @@ def merge_tiles(
 @triton.jit
 def add_target(top, total, target, scale):
     """The sums with the chosen id among them: top, log2 of the total, and what else the mean needs."""
-    best = tl.maximum(top, target * scale)
+    own_top = z_of(target, scale)
+    best = tl.maximum(top, own_top)
     safe = finite_or_zero(best)
-    shift, own = top - safe, scaled_less(target, scale, safe)
+    shift, own = top - safe, less_top(target, scale, safe)
     factor, weight = tl.exp2(shift), tl.exp2(own)
     scaled = total * factor
     # where the chosen id is the largest its weight is 1 but for a rounding, and log1p keeps what the others add
-    log_total = tl.where(target * scale >= top, own + log1p(scaled / weight) * LOG2E, tl.log2(scaled + weight))
+    log_total = tl.where(own_top >= top, own + log1p(scaled / weight) * LOG2E, tl.log2(scaled + weight))
     log_total = tl.where((best == float("-inf")) & (total == 0.0), float("-inf"), log_total)  # NaN stays NaN
     return best, log_total, scaled, weight, tl.maximum(shift, LEAST_SHIFT), tl.maximum(own, LEAST_SHIFT), factor
 
@@ -134,7 +136,11 @@ def merge_softmax(
     best, log_total, scaled, own_weight, moved, own, factor = add_target(top, total, target, scale)
     broken = best == float("inf")  # +inf has no softmax
     log_total = tl.where(broken, float("nan"), log_total)
-    tl.store(lse + row, tl.where(counted, tl.where(broken, best, (best + log_total) * LN2), 0.0), mask=inside)
+    # A top that z cannot hold is known by the chosen id: lse = y / T - ln p.
+    by_target = target * (scale * LN2) + softplus(log_odds_against(total, top, target, scale))
+    beyond = (tl.abs(best) == MAX_FLOAT) & (tl.abs(target) < float("inf"))
+    whole_lse = tl.where(beyond, by_target, (best + log_total) * LN2)
+    tl.store(lse + row, tl.where(counted, tl.where(broken, best, whole_lse), 0.0), mask=inside)
     tl.store(saved + row, best, mask=inside)
     tl.store(saved + N + row, log_total, mask=inside)
     if MOMENT:
@@ -152,7 +158,7 @@ def merge_softmax(
         lost = (lost_top - kept_top + tl.log2(lost_total) - kept_log_total) * LN2
         value = tl.where(bad | broken, float("nan"), 0.0 - softplus(lost))
         tl.store(mass + row, tl.where(counted, value, 0.0), mask=inside)
-    gap = (tl.log2(total) - scaled_less(target, scale, top)) * LN2  # ln((1 - p) / p)
+    gap = log_odds_against(total, top, target, scale)
     value = tl.where(bad | broken, float("nan"), 0.0 - softplus(gap))
     tl.store(logprob + row, tl.where(counted, value, 0.0), mask=inside)
     tl.store(saved + 3 * N + row, 1.0 / (1.0 + tl.exp(-gap)), mask=inside)  # 1 - p without cancelling

@@ -7,10 +7,10 @@ Imports Triton.
 
 from __future__ import annotations
 
+from rlkernel_triton.common.arithmetic import MAX_FLOAT
 from rlkernel_triton.common.language import tl, triton
 
 MAX_INT32: tl.constexpr = tl.constexpr(0x7FFFFFFF)
-MAX_FLOAT: tl.constexpr = tl.constexpr(3.4028234663852886e38)
 MIN_KEY: tl.constexpr = tl.constexpr(-0x80000000)  # an `order_key` value below that of -inf
 NO_KEY: tl.constexpr = tl.constexpr(-0x7FFFFFFFFFFFFFFF)  # comes after every token
 # In a count of tokens that can be drawn, beside it:

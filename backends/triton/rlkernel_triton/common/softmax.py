@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from rlkernel_triton.common.arithmetic import LN2, LOG2E, scaled_less, tree_sum
+from rlkernel_triton.common.arithmetic import LN2, LOG2E, anchor, less_top, scaled_less, tree_sum, z_of
 from rlkernel_triton.common.language import tl, triton
 
 PLANES: Final = {False: 4, True: 8}  # by whether there is a support
@@ -73,11 +73,13 @@ def update_running(
     scale,
 ):
     """(top, total) of each lane with a tile's columns; 2^d and d of these; the factor of old sums and its logarithm."""
-    new_top = tl.maximum(top, tl.max(y, axis=1) * scale)
+    best = tl.max(y, axis=1)
+    new_top = tl.maximum(top, z_of(best, scale))
     at = finite_or_zero(new_top)
     shift = top - at
     rescale = tl.exp2(shift)
-    d = scaled_less(y, scale, at[:, None])
+    c, t = anchor(best, scale, at)
+    d = scaled_less(y - c[:, None], scale, t[:, None])
     e = tl.exp2(d)
     return new_top, total * rescale + lane_sum(e), e, d, rescale, shift
 
@@ -117,7 +119,7 @@ def dlogits(
     inverse_T = scale * LN2
     g *= inverse_T
     common = g_lse * inverse_T
-    d = scaled_less(y, scale, top)
+    d = less_top(y, scale, top)
     p = tl.exp2(d - log_total)
     if G_ENTROPY:
         g_entropy *= inverse_T * LN2
@@ -125,7 +127,7 @@ def dlogits(
         common = common - g_entropy * tl.maximum(d, LEAST_SHIFT)
     if SUPPORT:
         g_mass *= inverse_T
-        q = tl.exp2(scaled_less(y, scale, kept_top) - kept_log_total)  # p among the kept ids
+        q = tl.exp2(less_top(y, scale, kept_top) - kept_log_total)  # p among the kept ids
         # A forbidden id has none either, also where no kept id has any and the exponent is inf - inf.
         q = tl.where((kept | chosen) & (y != float("-inf")), q, 0.0)
         return p * (common - g_mass) + tl.where(chosen, g_mass * q + g * rest, (g_mass - g) * q)

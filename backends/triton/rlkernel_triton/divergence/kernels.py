@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from rlkernel_triton.common.arithmetic import LN2, LOG2E, row_offset, scaled_less, stored_as, tree_sum
+from rlkernel_triton.common.arithmetic import LN2, LOG2E, less_top, row_offset, stored_as, tree_sum
 from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.common.softmax import merge_lanes, row_scale, update_running
 from rlkernel_triton.divergence.running_kl import conditional_kl, share, tile_sum, update_running_kl, update_top
@@ -114,8 +114,8 @@ def compare_rows(
             at = first + column
             x = tl.load(x0 + at.to(tl.int64) * stride, mask=at < V, other=float("-inf")).to(tl.float32)
             t = tl.load(t0 + at.to(tl.int64) * t_stride, mask=at < V, other=float("-inf")).to(tl.float32)
-            log_s = scaled_less(x, scale, s_top) - s_log
-            log_t = scaled_less(t, t_scale, r_top) - r_log
+            log_s = less_top(x, scale, s_top) - s_log
+            log_t = less_top(t, t_scale, r_top) - r_log
             one, u = term_and_derivative(log_s, log_t, beta, log_beta, log_rest, KIND)
             term += tile_sum(one)
             mean += tile_sum(u)
@@ -161,7 +161,7 @@ def compare_rows_backward(
         inside = at < V
         x = tl.load(x0 + at.to(tl.int64) * stride, mask=inside, other=float("-inf")).to(tl.float32)
         t = tl.load(t0 + at.to(tl.int64) * t_stride, mask=inside, other=float("-inf")).to(tl.float32)
-        log_s, log_t = scaled_less(x, scale, s_top) - s_log, scaled_less(t, t_scale, r_top) - r_log
+        log_s, log_t = less_top(x, scale, s_top) - s_log, less_top(t, t_scale, r_top) - r_log
         _, u = term_and_derivative(log_s, log_t, beta, log_beta, log_rest, KIND)
         dx = up * (u - tl.exp2(log_s) * mean)
         tl.store(to_row + at, stored_as(dx, out.dtype.element_ty), mask=inside)
@@ -179,7 +179,7 @@ def listed_masses(
     id = tl.load(ids + at, mask=at < K, other=-1)
     here = id >= 0
     x = tl.load(x0 + tl.where(here, id, 0) * stride, mask=here, other=float("-inf")).to(tl.float32)
-    log_s = tl.where(here, scaled_less(x, scale, top) - log, float("-inf"))
+    log_s = tl.where(here, less_top(x, scale, top) - log, float("-inf"))
     return id, log_s, tl.load(log_t + at, mask=at < K, other=float("-inf")) * LOG2E
 
 
@@ -271,7 +271,7 @@ def tail_backward(
         at = first + k * COLUMNS + tl.arange(0, COLUMNS)
         inside = at < V
         x = tl.load(x0 + at.to(tl.int64) * stride, mask=inside, other=float("-inf")).to(tl.float32)
-        share = tl.where(x == float("-inf"), 0.0, tl.exp2(scaled_less(x, scale, top) - log))
+        share = tl.where(x == float("-inf"), 0.0, tl.exp2(less_top(x, scale, top) - log))
         tl.store(to_row + at, stored_as(up * share, out.dtype.element_ty), mask=inside)
 
 

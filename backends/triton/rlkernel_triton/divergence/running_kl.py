@@ -16,7 +16,7 @@ Legend: L lanes · K strips of a tile.
 
 from __future__ import annotations
 
-from rlkernel_triton.common.arithmetic import LN2, scaled_less
+from rlkernel_triton.common.arithmetic import LN2, anchor, scaled_less, z_of
 from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.common.softmax import finite_or_zero, lane_sum
 from rlkernel_triton.divergence.terms import kl_term, times_log
@@ -35,10 +35,12 @@ def update_top(
     scale,
 ):
     """The top of each lane with a tile's columns; 2^d and d of these; the factor of old sums and its logarithm."""
-    new_top = tl.maximum(top, tl.max(tl.max(y, axis=0), axis=1) * scale)
+    best = tl.max(tl.max(y, axis=0), axis=1)
+    new_top = tl.maximum(top, z_of(best, scale))
     at = finite_or_zero(new_top)
     shift = top - at
-    d = scaled_less(y, scale, at[None, :, None])
+    c, t = anchor(best, scale, at)
+    d = scaled_less(y - c[None, :, None], scale, t[None, :, None])
     return new_top, tl.exp2(d), d, tl.exp2(shift), shift
 
 

@@ -18,7 +18,7 @@ of a low-rank addition to the head · P tiles of V · BM, BN, BK a tile. Tiles a
 
 from __future__ import annotations
 
-from rlkernel_triton.common.arithmetic import cap, row_offset, scaled_less, stored_as, tree_sum
+from rlkernel_triton.common.arithmetic import anchor, cap, row_offset, scaled_less, stored_as, tree_sum, z_of
 from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.common.linear_tile import STEP, tile_logits, tile_swizzle
 from rlkernel_triton.common.listed_ids import list_of
@@ -36,9 +36,10 @@ def row_at(index, r, inside, HAS_INDEX: tl.constexpr):
 @triton.jit
 def tile_softmax(y, scale, MOMENT: tl.constexpr):
     """(top, total, moment), [BM] each, of a tile y [BM, BN]."""
-    top = tl.max(y, axis=1) * scale
-    at = finite_or_zero(top)
-    d = scaled_less(y, scale[:, None], at[:, None])
+    best = tl.max(y, axis=1)
+    top = z_of(best, scale)
+    c, t = anchor(best, scale, finite_or_zero(top))
+    d = scaled_less(y - c[:, None], scale[:, None], t[:, None])
     e = tl.exp2(d)
     total = tl.sum(e, axis=1)
     moment = total

@@ -70,7 +70,7 @@ class InnerProduct:
         x = free_rows(hidden)
         N = x.shape[:-1].numel()
         u = torch.empty(N, self._r, dtype=torch.float32, device=hidden.device)
-        step = max(N, 1) if self._in_place else self._block
+        step = max(N if self._in_place else self._block, 1)
         for first in range(0, N, step):
             n = min(step, N - first)
             rows = x if self._in_place else take(x, slice(first, first + n)).contiguous()

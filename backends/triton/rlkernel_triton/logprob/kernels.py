@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from rlkernel_triton.common.arithmetic import cap, row_offset, scaled_less, stored_as, tanh, tree_sum
+from rlkernel_triton.common.arithmetic import anchor, cap, row_offset, scaled_less, stored_as, tanh, tree_sum
 from rlkernel_triton.common.group_sums import GROUP, SLOTS, STEPS, quarters_sum, reference
 from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.common.listed_ids import is_id, list_of
@@ -137,10 +137,12 @@ def partial_softmax(
             y1 = tl.where(column + QUARTER == own, float("-inf"), y1)
             y2 = tl.where(column + 2 * QUARTER == own, float("-inf"), y2)
             y3 = tl.where(column + 3 * QUARTER == own, float("-inf"), y3)
-        r = reference(tl.max(tl.maximum(tl.maximum(y0, y1), tl.maximum(y2, y3)), 1), scale)
-        at = finite_or_zero(r)[:, None]
-        d0, d1 = scaled_less(y0, scale, at), scaled_less(y1, scale, at)
-        d2, d3 = scaled_less(y2, scale, at), scaled_less(y3, scale, at)
+        most = tl.max(tl.maximum(tl.maximum(y0, y1), tl.maximum(y2, y3)), 1)
+        r = reference(most, scale)
+        c, t = anchor(most, scale, finite_or_zero(r))
+        c, t = c[:, None], t[:, None]
+        d0, d1 = scaled_less(y0 - c, scale, t), scaled_less(y1 - c, scale, t)
+        d2, d3 = scaled_less(y2 - c, scale, t), scaled_less(y3 - c, scale, t)
         e0, e1, e2, e3 = tl.exp2(d0), tl.exp2(d1), tl.exp2(d2), tl.exp2(d3)
         here = quarters_sum(e0, e1, e2, e3)
         new_top = tl.maximum(top, r)

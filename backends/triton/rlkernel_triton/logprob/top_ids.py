@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from rlkernel_triton.common.arithmetic import LN2, cap, row_offset, scaled_less
+from rlkernel_triton.common.arithmetic import LN2, cap, less_top, row_offset
 from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.common.row_layout import Rows
 from rlkernel_triton.common.softmax import row_scale
@@ -78,7 +78,7 @@ def top_logprobs(
     y = load_logits(x0 + id * stride, inside, logits_scale(scales, row, EIGHT_BITS), EIGHT_BITS)
     if HAS_CAP:
         y = cap(y, softcap)
-    d = scaled_less(y, row_scale(T, row, HAS_T), tl.load(saved + row))
+    d = less_top(y, row_scale(T, row, HAS_T), tl.load(saved + row))
     value = (d - tl.load(saved + N + row)) * LN2
     tl.store(to, tl.where(at == 0, tl.load(logprob + row), value), mask=inside)
 

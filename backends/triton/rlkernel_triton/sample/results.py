@@ -5,8 +5,8 @@ Legend: N rows · S tiles a row of G groups each · GP: groups padded to a power
 
 from __future__ import annotations
 
-from rlkernel_triton.common.arithmetic import LN2, LOG2E, scaled_less, tree_sum
-from rlkernel_triton.common.group_sums import LARGEST, SLOTS, STEPS, log_probability, quarters_sum, reference
+from rlkernel_triton.common.arithmetic import LARGEST, LN2, LOG2E, anchor, scaled_less, tree_sum
+from rlkernel_triton.common.group_sums import SLOTS, STEPS, log_probability, quarters_sum, reference
 from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.common.sampling_rows import (
     HELD_INFINITY,
@@ -98,9 +98,10 @@ def total_of_others(
     top = reference(tl.maximum(tl.max(tl.where(tl.arange(0, GP) == own, -float("inf"), m), 0), best), s)
     at = finite_or_zero(top)
     r = finite_or_zero(reference(best, s))
+    c, t = anchor(best, s, r)
     rest = quarters_sum(
-        tl.exp2(scaled_less(v0, s, r)), tl.exp2(scaled_less(v1, s, r)), tl.exp2(scaled_less(v2, s, r)),
-        tl.exp2(scaled_less(v3, s, r)),
+        tl.exp2(scaled_less(v0 - c, s, t)), tl.exp2(scaled_less(v1 - c, s, t)), tl.exp2(scaled_less(v2 - c, s, t)),
+        tl.exp2(scaled_less(v3 - c, s, t)),
     )  # fmt: skip
     rest = tl.sum(rest, 0) * tl.exp2(r - at)
     slot = tl.arange(0, GP // STEPS)
@@ -222,7 +223,7 @@ def write_results(
         )  # fmt: skip
         exact_r = log_probability(of_others, its_top, r, raw_s)
         r = tl.where(r == raw_top, 0.0, r - raw_top) - tl.log(raw_Z)
-        r = tl.where((tl.abs(raw_top * raw_s) < LARGEST) & (exact_r == exact_r), exact_r, r)
+        r = tl.where((tl.abs(raw_top * raw_s) < LARGEST) & (exact_r > -float("inf")), exact_r, r)
         tl.store(floats + RAW_LOGPROB * N + row, tl.where(padding, 0.0, tl.where(undefined, float("nan"), r)))
         if ROW_STATS:
             tl.store(row_stats + row * 5 + 3, raw_top)

@@ -15,8 +15,8 @@ Legend: N rows · V vocabulary · S = ceil(V / TILE) tiles a row · G = TILE / G
 
 from __future__ import annotations
 
-from rlkernel_triton.common.arithmetic import LN2, LOG2E, scaled_less, tree_sum
-from rlkernel_triton.common.group_sums import LARGEST, quarters_sum, reference
+from rlkernel_triton.common.arithmetic import LARGEST, LN2, LOG2E, scaled_less, tree_sum
+from rlkernel_triton.common.group_sums import quarters_sum, reference
 from rlkernel_triton.common.gumbel_noise import arrival_bounds
 from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.common.sampling_rows import (

@@ -141,3 +141,10 @@ def test_slabs_are_whole_tiles_that_cover_the_vocabulary(rows) -> None:
         assert sum(width for _, width in cut) == size
         assert all(width % TILE == 0 for _, width in cut[:-1])
         assert all(width <= TILE or (rows * width <= ROOM and width < size / 4) for _, width in cut)
+
+
+def test_no_rows_of_hidden_states_that_are_copied_and_a_lora_have_no_tokens(device) -> None:
+    hidden, weight, _ = operands(7)
+    lora = rlk.LoRA(torch.zeros(3, D, device=device), torch.zeros(V, 3, device=device))
+    none = hidden.to(device).t()[:, :0].t()
+    assert lm_head_sample(none, weight.to(device), lora=lora, temperature=1.0, seed=1, step=0).token.shape == (0,)

@@ -66,6 +66,19 @@ def test_rows_far_from_zero(device) -> None:
     agree((x * 64).round() / 64 - 1e5, ids, entropy=True)
 
 
+@pytest.mark.parametrize("value", [-1e9, -1e10, -1e30, -2e38, torch.finfo(torch.float32).min])
+def test_ids_that_are_masked_by_a_number_weigh_nothing(device, value) -> None:
+    x, _ = rows(3, 200, device)
+    x[:, :130] = value  # two groups of 64, and a part of the third
+    x[2] = value  # a law of equals
+    agree(
+        x,
+        torch.tensor([150, 5, 150], device=device),
+        entropy=True,
+        temperature=torch.tensor([1.0, 1.1, 1.0], device=device),
+    )
+
+
 def test_a_temperature_without_meaning_spoils_its_own_row(device) -> None:
     x, ids = rows(4, 100, device)
     T = torch.tensor([1.0, 0.0, torch.inf, torch.nan], device=device)
