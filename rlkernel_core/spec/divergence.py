@@ -283,6 +283,13 @@ SPEC = OpSpec(
             "wrong sizes, dtypes and numbers, and arguments without effect, raise ArgumentError naming the argument",
             "refusal",
         ),
+        Clause(
+            "DV-25",
+            "masked by a number",
+            "one finite number far below the others, down to the least of the dtype, in neighboring ids, in all but some "
+            "or in all of a row of either side, gives the divergence and the gradient of float64",
+            "accuracy",
+        ),
     ),
     tolerances=(
         Tolerance("divergence", "float32", 1e-5, 1e-5, "relative to sum_j a_j |log(a_j / b_j)|; of TV, to 1"),

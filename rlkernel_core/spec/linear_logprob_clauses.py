@@ -230,6 +230,15 @@ CLAUSES: Final = (
         "gradient",
         "partial_grad",
     ),
+    Clause(
+        "LL-45",
+        "masked by a number",
+        "a bias with one finite number far below the others, down to the least of the dtype, on neighboring ids, all "
+        "but some or all, gives what float64 gives: results and gradients of the others are those beside -inf, log p "
+        "of a masked id is about its own logit, and a row of one number is uniform",
+        "accuracy",
+        "bias",
+    ),
 )
 TOLERANCES: Final = (
     Tolerance("logprob", "float32", 1e-4, 1e-5, "fp32 accumulation over D <= 4096, logits up to 30"),

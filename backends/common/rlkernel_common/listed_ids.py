@@ -145,7 +145,7 @@ def gradient_at(
     if g_lse is not None:
         dz += g_lse[row] * p
     if g_entropy is not None and of.mean is not None:
-        dz -= g_entropy[row] * p * (d - of.mean[row]).masked_fill(y == -torch.inf, 0.0)
+        dz -= g_entropy[row] * p * (d - of.mean[row]).masked_fill(p == 0, 0.0)
     return dz / T[row]
 
 

@@ -145,7 +145,8 @@ def _sums(y: Tensor, T: Tensor, *, moment: bool) -> Sums:
     if not moment:
         return Sums(top, tree_sum(d.exp_()), None)
     e = torch.exp(d)
-    return Sums(top, tree_sum(e), tree_sum(d.mul_(e).masked_fill_(y == -torch.inf, 0.0)))
+    # Where d is -inf, of y = -inf or of a finite y far below, e is 0, and so is its part of the moment.
+    return Sums(top, tree_sum(e), tree_sum(d.mul_(e).masked_fill_(e == 0, 0.0)))
 
 
 def side_by_side(parts: Sequence[Part]) -> Part:
@@ -184,7 +185,7 @@ def _joined(sums: Sums, T: Tensor) -> Sums:
     scale = torch.exp(shift).masked_fill(empty, 0.0)
     moment = None
     if sums.moment is not None:
-        moment = tree_sum(((sums.moment + sums.total * shift) * scale).masked_fill(empty, 0.0))
+        moment = tree_sum(((sums.moment + sums.total * shift) * scale).masked_fill(scale == 0, 0.0))
     return Sums(top, tree_sum(sums.total * scale), moment)
 
 
@@ -234,8 +235,8 @@ def _with_target(others: Sums, target: Tensor, T: Tensor) -> tuple[Tensor, Tenso
     log_total = log_total.masked_fill(absent & gone, -torch.inf)
     if others.moment is None:
         return top, log_total, None, None
-    moment = ((others.moment + others.total * shift) * scale).masked_fill(absent, 0.0)
-    mean = (moment + (own * weight).masked_fill(gone, 0.0)) / (total + weight)
+    moment = ((others.moment + others.total * shift) * scale).masked_fill(scale == 0, 0.0)
+    mean = (moment + (own * weight).masked_fill(weight == 0, 0.0)) / (total + weight)
     return top, log_total, mean, (log_total - mean).masked_fill(top == torch.inf, torch.nan)
 
 
@@ -280,7 +281,7 @@ def gradient(y: Tensor, ids: Tensor, T: Tensor, row: SoftmaxStats, g: Upstream, 
     if g.lse is not None:
         dz += g.lse[:, None] * p
     if g.entropy is not None and row.mean is not None:
-        dz -= g.entropy[:, None] * p * (d - row.mean[:, None]).masked_fill_(absent, 0.0)
+        dz -= g.entropy[:, None] * p * (d - row.mean[:, None]).masked_fill_(p == 0, 0.0)
     if g.log_kept_mass is not None:
         dz += g.log_kept_mass[:, None] * (q - p)
     if g.logprob is not None:

@@ -20,6 +20,7 @@ from rlkernel_conformance.clauses.divergence_rows import (
     TEMPERATURES,
     Rows,
     agree,
+    allowed,
     allowed_gradient,
     cases,
     definition_of,
@@ -30,6 +31,7 @@ from rlkernel_conformance.clauses.divergence_rows import (
     plainly,
     with_leaf,
 )
+from rlkernel_conformance.clauses.number_masks import PLACES, Masked, masked_rows
 from rlkernel_conformance.compare import plain, require, same_bits, within
 from rlkernel_conformance.subject import Subject
 
@@ -96,6 +98,32 @@ def minus_infinity_has_no_mass(subject: Subject, case: Rows) -> None:
             within(subject, "grad", found, want.grad, allowed_gradient(subject, dtype_of(call), want))
             zero = found[:, hole] if "logits" in sides else found[:, :0]
             require(bool((zero == 0).all()), f"logits of -inf have gradients {zero.tolist()}")
+
+
+@attack("DV-25", masked_rows, examples=(Masked(193, 0), Masked(1283, 8, temperature=0.5)), scale=0.3)
+def a_number_masks_as_minus_infinity_does(subject: Subject, case: Masked) -> None:
+    """Of either side and of both; and both far above 0 with ties."""
+    if case.dtype not in subject.dtypes:
+        return
+    masked = [(p, sides) for p in PLACES for sides in (SIDES, SIDES[:1], SIDES[1:])]
+    given: dict[str, Any] = {"temperature": case.temperature}
+    for k, side in enumerate(SIDES):
+        x = 2 * draw.normal((len(masked), case.V), case.seed + k, "cpu")
+        for i, (place, sides) in enumerate(masked):
+            if side in sides:  # of one side alone it enters the divergence, over the temperature
+                least = 1.0 if sides == SIDES else min(1.0, case.temperature)
+                x[i].masked_fill_(case.mask(place, i), case.value(i, least))
+        x = torch.cat((x, torch.stack([case.far(case.seed + 2 * i + k) for i in range(2)])))
+        given[side] = x.to(getattr(torch, case.dtype)).to(subject.device)
+    # Less its largest logit a row is the same, and 1e10 over a temperature would be rounded in float64 too.
+    lower = {side: given[side].double() - given[side].double().amax(1, keepdim=True) for side in SIDES}
+    g = draw.normal((len(given["logits"]),), case.seed + 9, subject.device, "float32")
+    for kind in kinds(subject):
+        one = {**given, "kind": kind}
+        want = definition_of({**one, **lower}, plain(g, "g"))
+        within(subject, "divergence", subject(**one), want.values, allowed(subject, case.dtype, want))
+        if "grad" in subject.claims:
+            within(subject, "grad", gradient(subject, one, g), want.grad, allowed_gradient(subject, case.dtype, want))
 
 
 @attack("DV-06", plainly(K=0, teacher_temperature=None))

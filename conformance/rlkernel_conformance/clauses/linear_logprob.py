@@ -25,11 +25,13 @@ from rlkernel_conformance.clauses.linear_logprob_heads import (
     definition,
     gradients,
     heads,
+    logits,
     operand_gradients,
     sizes,
     small,
     with_leaves,
 )
+from rlkernel_conformance.clauses.number_masks import PLACES, Masked, chosen, law_of, masked_rows, near
 from rlkernel_conformance.compare import Violation, close, plain, require, same_bits
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.spec.logprob import LogprobResult, Support
@@ -187,6 +189,32 @@ def a_bias_shifts_logits_and_minus_infinity_forbids(subject: Subject, case: Head
         call = {**given, **each}
         want = definition({**call, "bias": call["bias"].nan_to_num(neginf=0.0)}, kept=[[*range(200), 1024]] * case.N)
         close(subject, "logprob", subject(**call).logprob, want.logprob, case.dtype, scale=2.0)
+
+
+@attack("LL-45", masked_rows, examples=(Masked(193, 0), Masked(1283, 8, temperature=0.5)), scale=0.3)
+def a_number_masks_as_minus_infinity_does(subject: Subject, case: Masked) -> None:
+    """By the bias. Where it holds one number, or lies far above 0 with ties, hidden states are 0 and add nothing."""
+    if case.dtype not in subject.dtypes:
+        return
+    head = Head(4, 8, case.V, case.seed, case.dtype, case.temperature)
+    for i, place in enumerate((*PLACES, "far above")):
+        given = head.given(subject)
+        mask = case.mask(place, i) if place in PLACES else torch.zeros(case.V, dtype=torch.bool)
+        bias = draw.normal((case.V,), case.seed + i, "cpu").masked_fill(mask, case.value(i))
+        bias = (bias if place in PLACES else case.far(case.seed)).to(given["hidden"].dtype)
+        given |= {"bias": bias.to(subject.device), "ids": chosen(mask.expand(4, -1), case.seed).to(subject.device)}
+        if place not in PLACES[:-1]:
+            given["hidden"] = torch.zeros_like(given["hidden"])
+        z, ids = logits(given), plain(given["ids"], "ids")
+        if "grad" in subject.claims:
+            out, found, g = back(subject, given, head)
+            want = law_of(z, ids, case.temperature, g)
+            expected = operand_gradients(given, want.grad)
+            check_gradients(subject, found, expected, case.dtype, sizes(given, want.grad, size_of(given, g)))
+        else:
+            out, want = subject(**given, **options(subject)), law_of(z, ids, case.temperature)
+        for name in ("logprob", *({"lse", "entropy"} & subject.claims)):
+            near(subject, name, getattr(out, name), getattr(want, name), case)
 
 
 @attack("LL-11", lambda s: heads(s, plainly=True).map(small), scale=0.5)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlkernel_conformance import draw
 from rlkernel_conformance.attack import attack
-from rlkernel_conformance.clauses import coded_logits, listed_ids, logprob_ranks, ragged_ids
+from rlkernel_conformance.clauses import coded_logits, listed_ids, logprob_ranks, number_masks, ragged_ids
 from rlkernel_conformance.clauses.derived_attacks import derive
 from rlkernel_conformance.clauses.linear_logprob_heads import lists
 from rlkernel_conformance.compare import Violation, close, plain, require, same_bits
@@ -22,7 +22,7 @@ from rlkernel_core.errors import ArgumentError
 from rlkernel_core.spec.logprob import LogprobResult, Support
 
 # the attacks of these modules are registered together
-__all__ = ["coded_logits", "listed_ids", "logprob_ranks", "ragged_ids"]
+__all__ = ["coded_logits", "listed_ids", "logprob_ranks", "number_masks", "ragged_ids"]
 
 TEMPERATURES = (1.0, 0.5, 0.7, 1.7)
 SIZES = (1, 2, 3, 7, 31, 33, 127, 1000, 4099)

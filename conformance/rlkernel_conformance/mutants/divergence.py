@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from rlkernel_conformance.mutants import plant
+from rlkernel_conformance.mutants import number_masks, plant
 from rlkernel_conformance.mutants.bug import Bug, How, Run
 from rlkernel_core.spec.divergence import DivergenceCall
 
@@ -178,4 +178,5 @@ BUGS: Final = {
     "reads_a_value": plant.reads_a_value("DV-23", lambda c: c.logits),
     "cuts_the_teacher": plant.lenient("DV-24", "a teacher of another vocabulary is cut", cut_teacher),
     "anonymous_errors": plant.anonymous_errors("DV-24"),
+    **number_masks.OF_DIVERGENCES,
 }

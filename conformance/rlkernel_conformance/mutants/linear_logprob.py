@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from rlkernel_conformance.mutants import plant
+from rlkernel_conformance.mutants import number_masks, plant
 from rlkernel_conformance.mutants.bug import Bug, How, Run
 from rlkernel_conformance.mutants.listed_ids import OF_A_HEAD
 from rlkernel_conformance.mutants.logprob import (
@@ -236,4 +236,5 @@ BUGS: Final = {
     "partial_grad_ignored": Bug("LL-44", "dX is added up all the same", plant.given(partial_grad=False)),
     "factor_left_a_part": Bug("LL-44", "dA is left a part of it, too", plant.given(lora=part_of_the_factor)),
     **OF_A_HEAD,
+    **number_masks.OF_A_HEAD,
 }

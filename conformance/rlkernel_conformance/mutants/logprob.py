@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from rlkernel_conformance.mutants import logprob_ranks, plant
+from rlkernel_conformance.mutants import logprob_ranks, number_masks, plant
 from rlkernel_conformance.mutants.bug import Bug, Run
 from rlkernel_conformance.mutants.listed_ids import OF_LOGITS
 from rlkernel_core.spec.listed_ids import flat_ids
@@ -216,4 +216,5 @@ BUGS: Final = {
     ),
     **OF_LOGITS,
     **logprob_ranks.BUGS,
+    **number_masks.OF_LOGITS,
 }

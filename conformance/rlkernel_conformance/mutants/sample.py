@@ -13,7 +13,7 @@ from torch import Tensor
 from rlkernel_common import philox
 from rlkernel_common.row_statistics import Sums, join, partial_softmax, softmax_stats
 from rlkernel_common.shares import with_sum
-from rlkernel_conformance.mutants import plant
+from rlkernel_conformance.mutants import number_masks, plant
 from rlkernel_conformance.mutants.bug import Bug, How, Run
 from rlkernel_core.spec.sample import SampleCall
 from rlkernel_core.spec.sampling import LogitBias, SampleResult, Status, TokenLists
@@ -145,8 +145,7 @@ def prompt_is_present(call: SampleCall) -> Any:
 
 
 def bias_overwrites(call: SampleCall) -> LogitBias | None:
-    bias = call.bias
-    if bias is None:
+    if (bias := call.bias) is None:
         return None
     entry = torch.arange(bias.ids.shape[0], device=call.logits.device)
     row = torch.searchsorted(bias.offsets.long().contiguous(), entry, right=True)
@@ -397,4 +396,5 @@ BUGS: Final = {
         "banned ids of uint8 read as int8: those above 127 are lost",
         plant.given(banned=ids_of_8_bits_are_signed),
     ),
+    **number_masks.OF_DRAWS,
 }

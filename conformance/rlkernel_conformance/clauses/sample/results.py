@@ -10,6 +10,7 @@ import torch
 
 from rlkernel_conformance.attack import attack
 from rlkernel_conformance.call_checks import leaves
+from rlkernel_conformance.clauses.number_masks import Masked, masked_rows
 from rlkernel_conformance.clauses.sample.cases import (
     SCALE,
     Draws,
@@ -25,6 +26,7 @@ from rlkernel_conformance.clauses.sample.cases import (
 from rlkernel_conformance.compare import close, plain, require, same_bits
 from rlkernel_conformance.sampling_batches import Batch, ragged_bias, to
 from rlkernel_conformance.subject import Subject
+from rlkernel_core.definitions.sampling import Row
 from rlkernel_core.spec.sampling import Penalties, SampleResult, Status
 
 
@@ -128,6 +130,34 @@ def the_raw_law_knows_logits_and_token_alone(subject: Subject, case: Draws) -> N
     at, rows, tokens = drawn_rows(subject, batch, out)
     want = [row.log_raw[t] for row, t in zip(rows, tokens, strict=True)]
     close(subject, "raw_logprob", out.raw_logprob[at], held(want, case.dtype), case.dtype)  # type: ignore[index]
+
+
+@attack("SA-41", masked_rows, examples=(Masked(193, 0), Masked(1283, 8, temperature=0.5)), scale=0.3)
+def a_number_masks_as_minus_infinity_does(subject: Subject, case: Masked) -> None:
+    """With every filter and without; greedy rows too."""
+    if case.dtype not in subject.dtypes:
+        return
+    x, _ = case.tensors("cpu")
+    filters: tuple[dict[str, Any], ...] = ({}, {"top_k": 5}, {"top_p": 0.75}, {"min_p": 0.0625})
+    for asked in ({}, *filters[1 + case.seed % 3 :][:1]):
+        T = [0.0 if asked and i % 5 == 0 else case.temperature for i in range(len(x))]
+        fp32 = np.float64 if case.dtype == "float64" else np.float32
+        rows = [Row(temperature=float(fp32(t)), seed=case.seed, step=i, **asked) for i, t in enumerate(T)]
+        batch = Batch(x, rows).fit(subject.claims)
+        raw = "raw_logprob" in subject.claims
+        out = call(subject, batch, **({"raw_logprob": True} if raw else {}))
+        token, nearest = plain(out.token, "token"), subject.tolerance("score", "float32")[0]
+        for i, row in alive(subject, batch):
+            require(int(token[i]) in row.kept, f"row {i} draws {token[i]}, kept are {row.kept.tolist()}")
+            right = int(token[i]) == row.token or row.gap <= nearest or not subject.exact_noise
+            require(right, f"row {i} draws {token[i]}, expected {row.token}")
+        at, laws, tokens = drawn_rows(subject, batch, out)
+        want = {"logprob": [row.log_p[t] for row, t in zip(laws, tokens, strict=True)]}
+        want["log_kept_mass"] = [row.log_kept_mass for row in laws]
+        if raw:
+            want["raw_logprob"] = [row.log_raw[t] for row, t in zip(laws, tokens, strict=True)]
+        for name, values in want.items():
+            close(subject, name, getattr(out, name)[at], held(values, case.dtype), case.dtype)
 
 
 def best_of(subject: Subject, case: Draws, source: str) -> None:
