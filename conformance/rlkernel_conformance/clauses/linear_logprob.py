@@ -214,7 +214,7 @@ def a_number_masks_as_minus_infinity_does(subject: Subject, case: Masked) -> Non
         else:
             out, want = subject(**given, **options(subject)), law_of(z, ids, case.temperature)
         for name in ("logprob", *({"lse", "entropy"} & subject.claims)):
-            near(subject, name, getattr(out, name), getattr(want, name), case)
+            near(subject, name, getattr(out, name), want, z, ids, case.dtype)
 
 
 @attack("LL-11", lambda s: heads(s, plainly=True).map(small), scale=0.5)

@@ -107,10 +107,18 @@ def law_of(z: Any, ids: Any, temperature: float, g: Any = None) -> oracle.Row:
     return row
 
 
-def near(subject: Subject, name: str, found: Tensor, want: Any, case: Masked) -> None:
-    """A result is that of the definition, whose numbers may lie at the least of float64, up to a sum over the row."""
+def near(subject: Subject, name: str, found: Tensor, want: oracle.Row, z: Any, ids: Any, dtype: str) -> None:
+    """A result of logits z is that of the definition, up to a sum over the row, and at 1e10 up to the last bits there.
+
+    The largest ids of a row have their log-probability however far from 0 they lie, and so has the entropy.
+    """
+    size: Any = math.log(z.shape[1])
+    if name == "logprob":
+        each = ids.reshape(len(z), -1)
+        largest = np.take_along_axis(z, each, 1) == z.max(1, keepdims=True)
+        size = np.where(largest, size, np.maximum(size, np.abs(want.lse))[:, None]).reshape(ids.shape)
     with np.errstate(over="ignore"):
-        close(subject, name, found, want, case.dtype, scale=math.log(case.V))
+        close(subject, name, found, getattr(want, name), dtype, scale=size)
 
 
 @attack("LP-39", masked_rows, examples=(Masked(193, 0), Masked(1283, 8, temperature=0.5)), scale=0.5)
@@ -135,7 +143,7 @@ def agrees(subject: Subject, case: Masked, x: Tensor, ids: Tensor) -> None:
     out = subject(leaf, ids, temperature=case.temperature, **({"entropy": True} if "entropy" in names else {}))
     size = math.log(case.V)
     for name in names:
-        near(subject, name, getattr(out, name), getattr(want, name), case)
+        near(subject, name, getattr(out, name), want, plain(x, "logits"), plain(ids, "ids"), case.dtype)
     if out.entropy is not None:
         have = plain(out.entropy, "entropy")
         require(bool(((have >= -1e-5) & (have <= size + 1e-3)).all()), f"entropy {have} of {case.V} tokens")
