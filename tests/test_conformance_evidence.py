@@ -136,7 +136,7 @@ def test_a_command_names_a_manifest_that_no_distribution_does_and_the_interprete
 
 
 COMMITTED = Path(__file__).parents[1] / "conformance" / "reports"
-RUN = "rlkernel conformance run {} --op whiten --missing --profile standard --device cuda --manifest {} --report {}"
+RUN = "rlkernel conformance run {} --op whiten --missing --profile {} --device cuda --manifest {} --report {}"
 COMPILING = "PYTHONPATH=backends/triton/tools AOT_MISSING=missing.jsonl"
 
 
@@ -144,14 +144,17 @@ COMPILING = "PYTHONPATH=backends/triton/tools AOT_MISSING=missing.jsonl"
     ("name", "command"),
     [
         ("rocm-simulated-gfx942", "python tools/simulated_reports.py gfx942 whiten --to {parent}"),
-        ("aot-sm90", f"{COMPILING} {RUN.format('aot', 'aot_compile_missing:backend', '{report}')}"),
-        ("orin-ptx", f"{COMPILING} AOT_CODE=ptx {RUN.format('orin-ptx', 'aot_compile_missing:backend', '{report}')}"),
+        ("aot-sm90", f"{COMPILING} {RUN.format('aot', '{profile}', 'aot_compile_missing:backend', '{report}')}"),
+        (
+            "orin-ptx",
+            f"{COMPILING} AOT_CODE=ptx {RUN.format('orin-ptx', '{profile}', 'aot_compile_missing:backend', '{report}')}",
+        ),
     ],
 )
 def test_a_report_that_a_tool_of_the_clone_has_made_is_renewed_by_that_tool(name, command) -> None:
     content = documents.read(COMMITTED / name)
     assert evidence.renewal(content, "whiten@1", COMMITTED / name) == command.format(
-        parent=COMMITTED, report=COMMITTED / name
+        parent=COMMITTED, report=COMMITTED / name, profile=content["profile"]
     )
     tools = [word for word in command.split() if word.startswith(("tools/", "PYTHONPATH="))]
     assert [t for t in tools if not (COMMITTED.parents[1] / t.removeprefix("PYTHONPATH=")).exists()] == []
