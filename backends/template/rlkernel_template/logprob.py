@@ -43,8 +43,7 @@ def logprob(call: LogprobCall) -> LogprobResult:
 
 def _entropy(z: Tensor, lse: Tensor) -> Tensor:
     log_p = z - lse[..., None]
-    p = log_p.exp()
-    return -(p * torch.where(z == -torch.inf, 0.0, log_p)).sum(-1)  # 0 log 0 is 0
+    return -(log_p.exp() * log_p.clamp_min(-1000.0)).sum(-1)  # 0 log 0 is 0, and no gradient of it overflows
 
 
 def fits(call: LogprobCall) -> Reason | None:

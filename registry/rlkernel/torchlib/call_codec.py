@@ -32,6 +32,7 @@ from rlkernel_core.quant.spec import FORMATS, QuantSpec
 Outline = tuple[Any, ...]
 Wanted = Callable[[Tensor], Tensor]
 _REMEMBERED: Final = 4096
+_SPEC: Final = f"{QuantSpec.__module__}:{QuantSpec.__qualname__}"
 _SPEC_FIELDS: Final = tuple(f.name for f in dataclasses.fields(QuantSpec) if f.name not in {"rows", "group"})
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -125,7 +126,8 @@ def write(value: Any, leaves: Leaves, *, grad: bool) -> str:
 
 def _container(value: Any, names: tuple[str, ...], leaves: Leaves, *, grad: bool) -> str:
     """The JSON of a dataclass or a named tuple; traced."""
-    if isinstance(value, QuantSpec) and (value.rows, value.group) == sizes_of(value.format):
+    # By name: of a class that `class_at` gave, Dynamo's guards cannot look up where it comes from.
+    if path_of(type(value)) == _SPEC and (value.rows, value.group) == sizes_of(value.format):
         parts = [f'"{name}": {quoted(getattr(value, name))}' for name in _SPEC_FIELDS]
         return f'{{"spec": {{{", ".join(parts)}}}}}'
     parts = [f'"{name}": {write(getattr(value, name), leaves, grad=grad)}' for name in names]
