@@ -136,7 +136,10 @@ def test_a_command_names_a_manifest_that_no_distribution_does_and_the_interprete
 
 
 COMMITTED = Path(__file__).parents[1] / "conformance" / "reports"
-RUN = "rlkernel conformance run {} --op whiten --missing --profile {} --device cuda --manifest {} --report {}"
+RUN = (
+    "rlkernel conformance run {} --op whiten --missing --profile {{profile}} --device cuda "
+    "--manifest aot_compile_missing:backend --report {{report}}"
+)
 COMPILING = "PYTHONPATH=backends/triton/tools AOT_MISSING=missing.jsonl"
 
 
@@ -144,10 +147,10 @@ COMPILING = "PYTHONPATH=backends/triton/tools AOT_MISSING=missing.jsonl"
     ("name", "command"),
     [
         ("rocm-simulated-gfx942", "python tools/simulated_reports.py gfx942 whiten --to {parent}"),
-        ("aot-sm90", f"{COMPILING} {RUN.format('aot', '{profile}', 'aot_compile_missing:backend', '{report}')}"),
+        ("aot-sm90", f"{COMPILING} {RUN.format('aot')}"),
         (
             "orin-ptx",
-            f"{COMPILING} AOT_CODE=ptx {RUN.format('orin-ptx', '{profile}', 'aot_compile_missing:backend', '{report}')}",
+            f"{COMPILING} AOT_CODE=ptx {RUN.format('orin-ptx')}",
         ),
     ],
 )
