@@ -57,7 +57,11 @@ def _put(w: Waves, form: Format, index: int, value: Array) -> None:
 
 
 def _scale(ins: Instruction, form: Format) -> Step:
-    """v_div_scale: bring numerator and denominator where a division by Newton's method is exact."""
+    """v_div_scale: bring numerator and denominator where a division by Newton's method is exact.
+
+    Of a denominator whose reciprocal and quotient are both denormal the ISA's text says 2 ** 64, which is infinite
+    for each of them; 2 ** -64 gives the quotient that LLVM relies on.
+    """
     to, out, *ops = ins.operands
     reads = [broadcast(form.read(o)) for o in ops]
     up, least = form.up, float(np.finfo(form.kind).tiny)
@@ -72,7 +76,7 @@ def _scale(ins: Instruction, form: Format) -> Step:
             ((b == 0) | (c == 0), np.full_like(x, np.nan), False),
             (ec - eb >= form.far, np.where(x == b, form.scaled(x, up), x), True),
             (eb == 0, form.scaled(x, up), False),
-            (tiny_reciprocal & tiny_quotient, np.where(x == b, form.scaled(x, up), x), True),
+            (tiny_reciprocal & tiny_quotient, np.where(x == b, form.scaled(x, -up), x), True),
             (tiny_reciprocal, form.scaled(x, -up), False),
             (tiny_quotient, np.where(x == c, form.scaled(x, up), x), True),
             (ec <= form.near, form.scaled(x, up), False),

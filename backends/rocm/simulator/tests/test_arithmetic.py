@@ -220,6 +220,7 @@ def test_exact_division_as_compilers_write_it() -> None:
     a = np.ldexp(rng.standard_normal(64), rng.integers(-120, 120, 64)).astype(F32)
     b = np.ldexp(rng.standard_normal(64), rng.integers(-120, 120, 64)).astype(F32)
     a[:4], b[:4] = [0, 1, np.inf, 1], [1, 0, 2, np.nan]
+    a[4:8], b[4:8] = 2.0, [1.7e38, 3.3e38, -2.5e38, np.inf]  # of which reciprocal and quotient are denormal
     w.v[1].view(F32)[...], w.v[2].view(F32)[...] = a, b
     run(
         w,
