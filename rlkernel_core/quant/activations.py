@@ -64,7 +64,7 @@ class QuantActivation:
 
 
 def checked(x: Tensor, kind: str | QuantSpec) -> QuantSpec:
-    """The spec that `kind` stands for, once both arguments of `quantize_activation` are sound."""
+    """The spec that `kind` stands for; both arguments of `quantize_activation` are checked."""
     checks.tensor("x", x, kind="floating")
     if x.dim() < 1 or not x.shape[-1]:
         raise ArgumentError("x", checks.describe(x), "needs a last dimension K >= 1", "Pass [..., K].")
@@ -91,24 +91,14 @@ def row_format(spec: QuantSpec) -> QuantSpec:
 
 
 def quantize_activation(x: Tensor, kind: str | QuantSpec) -> QuantActivation:
-    """Quantize an input of a matmul in plain torch, with the scales of every token its own.
-
-    `rlkernel.quantize_activation` is the same on the backend that quantizes weights.
+    """Quantize an input of a matmul in plain torch: the rules of `rlkernel.quantize_activation`, which says the rest.
 
     Args:
-        x: [..., K] bf16, fp16, fp32 or float64; any strides; never written to.
-        kind: a name of `KINDS`: "token_int8", "token_fp8", "block128_fp8", "mxfp8", "nvfp4"; or the spec of a weight
-            that asks for one by `act`, whose element, scale rule and rounding are taken then (but e4m3fn for mxfp8
-            beside an mxfp4 weight).
-
-    Returns:
-        Codes and scales; `.value()` is what they stand for, [..., K].
+        x: [..., K].
+        kind: a name of `KINDS`, or the spec of a weight that asks for one by `act`.
 
     Raises:
-        ArgumentError: `kind` is the spec of a format that leaves x alone; x has no columns, or requires a gradient
-            outside `torch.no_grad()`: codes have none.
-        ArgumentTypeError: x is no tensor of floats.
-        UnknownNameError: no such kind; the message suggests the nearest.
+        ArgumentError, ArgumentTypeError, UnknownNameError: as `checked` finds.
     """
     spec = checked(x, kind)
     rows = x.reshape(-1, x.shape[-1])

@@ -286,8 +286,8 @@ SPEC = OpSpec(
         Clause(
             "DV-25",
             "masked by a number",
-            "one finite number far below the others, down to the least of the dtype, in neighboring ids, in all but "
-            "some or in all of a row of either side, gives the divergence and the gradient of float64",
+            "one finite number far below the others, down to the least of the dtype, in neighboring ids, in every "
+            "other one or in all but some of a row of either side, gives the divergence and the gradient of float64",
             "accuracy",
         ),
     ),

@@ -233,9 +233,9 @@ CLAUSES: Final = (
     Clause(
         "LL-45",
         "masked by a number",
-        "a bias with one finite number far below the others, down to the least of the dtype, on neighboring ids, all "
-        "but some or all, gives what float64 gives: results and gradients of the others are those beside -inf, log p "
-        "of a masked id is about its own logit, and a row of one number is uniform",
+        "a bias with one finite number far below the others, down to the least of the dtype, on neighboring ids, "
+        "every other one or all but some, gives what float64 gives: results and gradients of the others are those "
+        "beside -inf, and log p of a masked id is about its own logit",
         "accuracy",
         "bias",
     ),

@@ -203,9 +203,9 @@ CLAUSES: Final = (
     Clause(
         "LP-39",
         "masked by a number",
-        "one finite number far below the others, down to the least of the dtype, in neighboring ids, in all but some "
-        "or in all of a row, gives what float64 gives: results and gradients of the others are those beside -inf, "
-        "log p of a masked id is about its own logit, and a row of one number is uniform",
+        "one finite number far below the others, down to the least of the dtype, in neighboring ids, in every other "
+        "one or in all but some of a row, gives what float64 gives: results and gradients of the others are those "
+        "beside -inf, and log p of a masked id is about its own logit",
         "accuracy",
     ),
 )

@@ -152,9 +152,8 @@ CLAUSES: Final = (
     Clause(
         "SA-41",
         "masked by a number",
-        "one finite number far below the others, down to the least of the dtype, in neighboring ids, in all but some "
-        "or in all of a row: token, logprob, log_kept_mass and raw_logprob are the definition's, and a row of one "
-        "number is uniform",
+        "one finite number far below the others, down to the least of the dtype, in neighboring ids, in every other "
+        "one or in all but some of a row: token, logprob, log_kept_mass and raw_logprob are the definition's",
         "accuracy",
     ),
 )

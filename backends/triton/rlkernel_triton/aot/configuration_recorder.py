@@ -54,7 +54,7 @@ class ConfigurationRecorder(Launcher):
             binding.by_name(args)
             try:
                 passed = tuple(map(argument_of, args))
-            except NoBuildError:  # which a bundle answers, too
+            except NoBuildError:  # no bundle could hold it
                 return
             configuration = request.configuration(request.arguments(passed))
             if (request.op, configuration) not in self.seen:
