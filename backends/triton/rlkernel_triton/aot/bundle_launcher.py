@@ -21,7 +21,12 @@ from rlkernel_triton.aot.driver import DriverError
 from rlkernel_triton.aot.source_digest import digest
 from rlkernel_triton.launchers import Binding, Grid, Launch, Launcher, current
 from rlkernel_triton.launchers.recorder import plain_constant
-from rlkernel_triton.launchers.specialization import ALIGNMENT, POINTER_TYPES, specialization_of_number
+from rlkernel_triton.launchers.specialization import (
+    ALIGNMENT,
+    POINTER_TYPES,
+    is_descriptor,
+    specialization_of_number,
+)
 from rlkernel_triton.launchers.targets import TARGETS
 
 STAGES: Final = 3  # where a launch names none, as Triton on NVIDIA's GPUs
@@ -112,7 +117,7 @@ def argument_of(value: Any) -> Argument:
         return _pointer(kind, value.data_ptr() % ALIGNMENT == 0)
     if value is None:
         return Argument("none")
-    if type(value).__name__ == "TensorDescriptor":
+    if is_descriptor(value):
         raise NoBuildError(
             "bundles hold no launch that Hopper's copy engine reads for (sm_90). Run it where Triton is installed, by "
             'another backend: order = ["triton"]'

@@ -99,9 +99,14 @@ def specialization_of(value: Any, *, specialize: bool = True, align: bool = True
     """
     if isinstance(value, torch.Tensor):
         return Specialization(POINTER_TYPES[value.dtype], specialize and align and aligned(value))
-    if (block := getattr(value, "block_shape", None)) is not None:
-        return Specialization(f"tensordesc<{POINTER_TYPES[value.base.dtype][1:]}{list(block)}>")
+    if is_descriptor(value):
+        return Specialization(f"tensordesc<{POINTER_TYPES[value.base.dtype][1:]}{list(value.block_shape)}>")
     return specialization_of_number(value, specialize=specialize, align=align)
+
+
+def is_descriptor(value: Any) -> bool:
+    """Whether a value describes a tensor for the copy engine: Triton's class, or another that has its fields."""
+    return hasattr(value, "block_shape")
 
 
 _NONE: Final = Specialization("constexpr")

@@ -21,6 +21,7 @@ from rlkernel_core.errors import UnknownNameError
 from rlkernel_triton.launchers import Binding, Build, Grid, Launcher
 from rlkernel_triton.launchers.offline import compile_recorded
 from rlkernel_triton.launchers.recorder import build_of
+from rlkernel_triton.launchers.specialization import is_descriptor
 from rlkernel_triton.launchers.targets import TARGETS
 from rlkernel_triton.orders.instructions import bind
 from rlkernel_triton.orders.machine import Machine, Value
@@ -73,7 +74,7 @@ class OrderLaunch:
         launcher.fusable[kernel.name] = kernel.fusable
         x, y, z = (*grid, 1, 1)[:3]
         parameters, described = _parameters(kernel, given), {}
-        for i, about in zip((i for i, x in enumerate(given) if _is_descriptor(x)), boxes, strict=True):
+        for i, about in zip((i for i, x in enumerate(given) if is_descriptor(x)), boxes, strict=True):
             described[_address(i)] = box_of(given[i], launcher.memory.of(given[i].base), about)
         Machine(kernel, bind, shared, launcher.level).launch((x, y, z), parameters, launcher.memory, described)
 
@@ -83,15 +84,11 @@ def passed(binding: Binding, build: Build, args: tuple[Any, ...], memory: Global
     values, compiled = {**binding.fixed, **binding.by_name(args)}, dict(build.types)
     given = []
     for x in (values[p.name] for p in binding.parameters if p.name in compiled):
-        given += [x, *x.shape, *x.strides] if _is_descriptor(x) else [x]
-        tensor = x.base if _is_descriptor(x) else x
+        given += [x, *x.shape, *x.strides] if is_descriptor(x) else [x]
+        tensor = x.base if is_descriptor(x) else x
         if isinstance(tensor, torch.Tensor) and tensor.numel():
             memory.of(tensor)
     return given
-
-
-def _is_descriptor(x: Any) -> bool:
-    return type(x).__name__ == "TensorDescriptor"
 
 
 def _address(i: int) -> int:
@@ -114,7 +111,7 @@ def _parameters(kernel: PtxKernel, given: list[Any]) -> dict[str, Value]:
         value = given[i] if i < len(given) else 0
         if isinstance(value, torch.Tensor):
             value = value.data_ptr()
-        if _is_descriptor(value):
+        if is_descriptor(value):
             found[name] = Value(np.uint64(_address(i)))
             continue
         if isinstance(value, float):
