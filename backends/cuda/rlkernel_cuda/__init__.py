@@ -64,6 +64,18 @@ def _impl(op: str) -> Impl:
     )
 
 
+# Of two heads, and what the sums of a tile can say of itself: a KL. d_hidden is by cuBLAS.
+DIVERGENCE: Final = Impl(
+    op=OPERATORS["linear_divergence"].id,
+    target="rlkernel_cuda.linear_divergence.launch:prepare",
+    requires=HOPPER,
+    supports=OPERATORS["linear_divergence"].feature_names - {"batch_invariant", "kind:jsd", "kind:tv", "teacher_ids"},
+    limits=COORDINATES,
+    check="rlkernel_cuda.linear_divergence.launch:fits",
+    prepared=True,
+    gradient="rlkernel_cuda.linear_divergence.launch:LinearDivergencePair",
+)
+
 SAMPLE: Final = Impl(
     op=OPERATORS["sample"].id,
     target="rlkernel_cuda.sample.launch:prepare",
@@ -83,4 +95,4 @@ QMATMUL: Final = Impl(
     check="rlkernel_cuda.qmatmul.launch:fits",
 )
 
-backend = Backend(name="cuda", api=API_VERSION, impls=(*(_impl(op) for op in WITHOUT), SAMPLE, QMATMUL))
+backend = Backend(name="cuda", api=API_VERSION, impls=(*(_impl(op) for op in WITHOUT), DIVERGENCE, SAMPLE, QMATMUL))

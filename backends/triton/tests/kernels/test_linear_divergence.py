@@ -5,7 +5,7 @@ import torch
 
 from rlkernel_core.spec.linear_divergence import LinearDivergenceCall
 from rlkernel_torch.linear_divergence import linear_divergence as plain
-from rlkernel_triton.linear_divergence import launch
+from rlkernel_triton.linear_divergence import gradients, launch
 
 N, V, D = 140, 70, 24
 
@@ -36,7 +36,7 @@ def results(run, device, form, dtype, **more):
 def test_several_blocks_give_the_results_of_plain_torch(form, backward, dtype, device, monkeypatch) -> None:
     monkeypatch.setattr(launch, "LOGITS", 128 * V)
     monkeypatch.setattr(launch, "MULTIPLE", 128)
-    monkeypatch.setattr(launch, "COLUMNS", 32)
+    monkeypatch.setattr(gradients, "COLUMNS", 32)
     found = results(launch.linear_divergence, device, form, dtype, backward=backward)
     want = results(plain, device, form, dtype)
     near = {"atol": 1e-5, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-3}

@@ -1,0 +1,1 @@
+"""linear_divergence@1 on Hopper."""

@@ -1,0 +1,139 @@
+"""The launches that compare a block of rows, bound once a shape: compare.cu, the merging of its tiles, the gradient.
+
+Legend: n rows of the block · D, E hidden sizes of student and teacher · V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from ctypes import c_int
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rlkernel_cuda.common import driver
+from rlkernel_cuda.common.tiles import PAIR
+from rlkernel_cuda.linear_divergence.row_kernels import gradient_kernel, merge_tiles_kernel
+from rlkernel_cuda.linear_logprob.logits import multiprocessors
+from rlkernel_cuda.linear_logprob.plan import COLS, count_of, round_up
+from rlkernel_triton.launchers import Launcher
+
+SOURCE: Final = Path(__file__).with_name("compare.cu")
+SUMS: Final = 5  # of a row and tile
+BACK: Final = 2  # numbers of a row that the gradient reads
+PUT_DOWN: Final = 128 * COLS  # fp32 numbers of a block of compare.cu: its tile of the teacher's logits
+MERGED: Final = 32  # rows, and tiles, of a program that merges tiles
+GRADIENT: Final = (4, 16)  # tiles that a program of the gradient takes at a time, and how many times
+
+
+class Form(NamedTuple):
+    """What launches are bound for."""
+
+    kind: str  # "forward_kl" or "reverse_kl"
+    n: int
+    V: int
+    D: int
+    E: int
+    masked: bool
+    save: bool = False  # the gradient will be asked for
+
+    @property
+    def pitch(self) -> int:
+        """Columns of a row that is kept: a multiple of 16 bytes."""
+        return round_up(self.V, 8)
+
+
+class Side(NamedTuple):
+    """Student or teacher, of the rows of a block."""
+
+    hidden: Tensor  # [n, D] bf16, rows that TMA can read
+    weight: Tensor  # [V, D]
+    scale: Tensor  # [n] fp32 log2(e) / T
+
+
+class Kept(NamedTuple):
+    """What is kept of a block for its gradient."""
+
+    dz: Tensor  # [n, pitch] bf16: room for the gradient, which holds the first number of each logit before
+    second: Tensor  # [n, pitch] fp16
+    sums: Tensor  # [tiles, SUMS, n] fp32
+    rows: Tensor  # [BACK, n] fp32
+
+
+TilesLaunch = Callable[[Side, Side, Tensor, Kept], None]  # student, teacher, what blocks put down, results
+
+
+def bind_tiles(form: Form, device: torch.device) -> TilesLaunch:
+    """The launch of compare.cu."""
+    rows = PAIR.consumers * PAIR.rows
+    shared, index = PAIR.stages * (rows + PAIR.cols) * PAIR.depth * 2, driver.index_of(device)
+    flags = {"REVERSE": form.kind == "reverse_kl", "SAVE": form.save, **driver.shape(PAIR)}
+    kernel = driver.function(SOURCE, tuple(f"-D{name}={int(x)}" for name, x in flags.items()), "compare", shared, index)
+    numbers = (form.n, form.V, form.pitch, *(count_of(depth, PAIR.depth) for depth in (form.D, form.E)))
+    grid = driver.Blocks(multiprocessors(device) // 2 * 2, 384, shared)
+    launch = driver.Launch(kernel, grid, index, [c_int(x) for x in numbers])
+    known = [driver.Matrix(box, PAIR.depth) for box in (rows, PAIR.cols // 2) * 2]
+
+    def run(student: Side, teacher: Side, put_down: Tensor, into: Kept) -> None:
+        given = (student.hidden, student.weight, teacher.hidden, teacher.weight)
+        words = (put_down, student.scale, teacher.scale, into.sums, into.dz, into.second)
+        launch([of.of(x) for of, x in zip(known, given, strict=True)], [x.data_ptr() for x in words])
+
+    return run
+
+
+class Compare:
+    """The launches for blocks of one form.
+
+    Args:
+        launcher: of the Triton kernels.
+        form: what they are bound for.
+        device: a Hopper GPU.
+    """
+
+    def __init__(self, launcher: Launcher, form: Form, device: torch.device) -> None:
+        self.form, self._device, self._tiles = form, device, count_of(form.V, COLS)
+        self._compare = bind_tiles(form, device)
+        self._merge = launcher.bind(
+            merge_tiles_kernel, N=form.n, tiles=self._tiles, HAS_MASK=form.masked, KIND=form.kind, SAVE=form.save,
+            ROWS=MERGED, TILES=MERGED,
+        )  # fmt: skip
+        tiles, loop = GRADIENT
+        self._gradient_grid = (form.n, count_of(form.V, COLS * tiles * loop), 1)
+        self._gradient = launcher.bind(
+            gradient_kernel, any_alignment=("g",), N=form.n, V=form.V, pitch=form.pitch, HAS_MASK=form.masked,
+            KIND=form.kind, BN=COLS, TILES=tiles, LOOP=loop,
+        )  # fmt: skip
+
+    def room(self, dz: Tensor, second: Tensor) -> Kept:
+        """Room for a block, given that for its logits."""
+        sums = torch.empty((self._tiles, SUMS, self.form.n), dtype=torch.float32, device=self._device)
+        rows = torch.empty((BACK, self.form.n), dtype=torch.float32, device=self._device)
+        return Kept(dz, second, sums, rows)
+
+    def values(
+        self, student: Side, teacher: Side, mask: Tensor | None, put_down: Tensor, values: Tensor, kept: Kept
+    ) -> None:
+        """Write n divergences, and what the gradient needs.
+
+        Args:
+            student: its rows.
+            teacher: the same rows.
+            mask: [n] rows that count; None: all.
+            put_down: PUT_DOWN numbers of fp32 for each multiprocessor.
+            values: [n] fp32.
+            kept: from `room`.
+        """
+        self._compare(student, teacher, put_down, kept)
+        self._merge(
+            (count_of(self.form.n, MERGED), 1, 1), kept.sums, student.scale, teacher.scale,
+            values if mask is None else mask, values, kept.rows,
+        )  # fmt: skip
+
+    def gradient(self, mask: Tensor | None, g: Tensor, kept: Kept) -> None:
+        """Write the gradient of the logits to `kept.dz`, for upstream gradients g: n contiguous numbers of fp32."""
+        self._gradient(
+            self._gradient_grid, kept.dz, kept.second, kept.sums, kept.rows, g if mask is None else mask, g
+        )  # fmt: skip

@@ -1,0 +1,130 @@
+"""linear_divergence of the cuda backend against plain torch in float64, compare.cu replaced by the same in torch."""
+
+import math
+
+import pytest
+import torch
+
+from rlkernel_core.spec.linear_divergence import LinearDivergenceCall
+from rlkernel_cuda.linear_divergence import compare, launch
+from rlkernel_torch.linear_divergence import linear_divergence as plain
+
+# The interpreter computes both branches of a select with numpy, which warns of log(0) in the one that is not taken.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+COLS = 256
+KINDS = ("forward_kl", "reverse_kl")
+
+
+def law(side, V):
+    """Tops and sums of the tiles of each row, [n, tiles], and the base-2 logarithm of the law within each tile."""
+    y = side.hidden.float() @ side.weight.float().T
+    y = torch.nn.functional.pad(y[:, :V], (0, -V % COLS), value=-torch.inf).unflatten(1, (-1, COLS))
+    top = y.amax(2)
+    z = (y - torch.where(top == -torch.inf, 0.0, top)[..., None]) * side.scale[:, None, None]
+    total = torch.exp2(z).sum(2)
+    return top, total, z - torch.where(total == 0, 0.0, total.log2())[..., None]
+
+
+def bind_tiles(form, device):
+    """What compare.cu makes."""
+
+    def run(student, teacher, put_down, into):
+        (top, total, log_a), (t_top, t_total, log_b) = law(student, form.V), law(teacher, form.V)
+        a, b, d = log_a.exp2(), log_b.exp2(), (log_a - log_b) * math.log(2)
+        p, d_p, q = (a, d, b) if form.kind == "reverse_kl" else (b, -d, a)
+        kl = torch.where(p == 0, q, p * (d_p - 1) + q).sum(2).clamp_min(0)
+        into.sums.copy_(torch.stack((top, total, t_top, t_total, kl)).permute(2, 0, 1))
+        if form.save:
+            second = d.clamp(-65000, 65000).nan_to_num() if form.kind == "reverse_kl" else 2**14 * (a - b)
+            into.dz.view(torch.float16)[:, : form.V] = (2**14 * a).flatten(1)[:, : form.V].half()
+            into.second[: form.n, : form.V] = second.flatten(1)[:, : form.V].half()
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch):
+    monkeypatch.setattr(compare, "bind_tiles", bind_tiles)
+    monkeypatch.setattr(compare, "GRADIENT", (2, 2))
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 2)
+    monkeypatch.setattr(launch, "KEPT", 0)
+    monkeypatch.setattr(launch, "MULTIPLE", 16)
+
+
+def given(kind, backward, N=21, D=16, E=24, V=521, **more):
+    g = torch.Generator().manual_seed(3)
+
+    def normal(*size):
+        return torch.randn(*size, generator=g)
+
+    call = {
+        "hidden": normal(N, D).bfloat16(), "weight": (normal(V, D) * 3 / D**0.5).bfloat16(),
+        "teacher": normal(N, E).bfloat16(), "teacher_weight": (normal(V, E) * 3 / E**0.5).bfloat16(),
+        "kind": kind, "backward": backward, **more,
+    }  # fmt: skip
+    if more.get("mask") == "some":
+        call["mask"] = torch.rand(N, generator=g) > 0.4
+        call["hidden"] = torch.where(call["mask"][:, None], call["hidden"], torch.nan)
+        call["teacher"] = torch.where(call["mask"][:, None], call["teacher"], torch.nan)
+    for name in ("temperature", "teacher_temperature"):
+        if more.get(name) == "rows":
+            call[name] = 0.5 + torch.rand(N, generator=g)
+    return call
+
+
+def results(run, call):
+    leaves = [call[name].clone().requires_grad_() for name in ("hidden", "weight")]
+    out = run(LinearDivergenceCall(**{**call, "hidden": leaves[0], "weight": leaves[1]}))
+    up = torch.linspace(-1, 2, out.numel())
+    return out.detach(), *torch.autograd.grad(out, leaves, up.to(out.dtype))
+
+
+def wide(call):
+    return {n: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for n, x in call.items()}
+
+
+OPTIONS = {
+    "plain": {},
+    "mask and rows' temperatures": {"mask": "some", "temperature": "rows", "teacher_temperature": 0.8},
+    "teacher's temperatures": {"temperature": 1.3, "teacher_temperature": "rows"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backward", ["recompute", "save"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_values_and_gradients_match_float64(kind, backward, options) -> None:
+    call = given(kind, backward, **options)
+    found, want = results(launch.linear_divergence, call), results(plain, wide(call))
+    torch.testing.assert_close(found[0].double(), want[0], atol=2e-5, rtol=1e-5)
+    for mine, right in zip(found[1:], want[1:], strict=True):
+        assert (mine.double() - right).norm() / right.norm() < 1e-2  # twice what bf16 costs: it is cut off here
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_student_that_nearly_is_the_teacher_keeps_the_digits_of_its_gradient(kind) -> None:
+    call = given(kind, "save", E=16)
+    call["teacher"], call["teacher_weight"] = call["hidden"], call["weight"].clone()
+    call["weight"] = call["weight"] * (1 + 2**-7 * (torch.arange(521)[:, None] % 2))
+    found, want = results(launch.linear_divergence, call), results(plain, wide(call))
+    assert float(want[0].max()) < 1e-3
+    assert (found[1].double() - want[1]).norm() / want[1].norm() < 1e-2
+
+
+def test_without_gradients_values_have_the_same_bits() -> None:
+    call = given("reverse_kl", "recompute")
+    out = launch.linear_divergence(LinearDivergenceCall(**call))
+    assert torch.equal(out, results(launch.linear_divergence, call)[0])
+
+
+def test_no_rows_have_no_divergence_and_a_gradient_of_zeros() -> None:
+    out, d_hidden, d_weight = results(launch.linear_divergence, given("forward_kl", "recompute", N=0))
+    assert (out.shape, d_hidden.shape) == ((0,), (0, 16))
+    assert not d_weight.any()
+
+
+def test_a_teacher_without_a_head_is_refused_by_name() -> None:
+    call = given("forward_kl", "save")
+    logits = LinearDivergenceCall(call["hidden"], call["weight"], torch.zeros(21, 521))
+    assert "teacher_weight" in str(launch.fits(logits))
+    assert launch.fits(LinearDivergenceCall(**call)) is None
