@@ -15,8 +15,11 @@ from triton.experimental.gluon import language as gl
 from rlkernel_cuda.common import quantize_tokens
 from rlkernel_cuda.common.tiles import SINGLE, Tile
 from rlkernel_cuda.fa3 import finish_kernel
+from rlkernel_cuda.linear_divergence import row_kernels as divergence_rows
+from rlkernel_cuda.linear_divergence.compare import GRADIENT, MERGED
 from rlkernel_cuda.linear_logprob import row_kernels
 from rlkernel_cuda.linear_logprob.logits_kernel import GRAD, SAVE, STATS, logits_kernel
+from rlkernel_cuda.linear_logprob.plan import COLS
 
 
 @dataclass(frozen=True)
@@ -122,6 +125,19 @@ def builds() -> Iterator[Build]:
             some = {"CAP": cap, "COUNTED": counted}
             yield Build(row_kernels.coefficient_kernel, f"coefficients {some}", types, {"ROWS": 256, **some})
             yield Build(row_kernels.saved_kernel, f"saved {some}", types, {"BN": 256, "TILES": 4, "LOOP": 16, **some})
+    divergence = {
+        **dict.fromkeys(("sums", "scale", "t_scale", "values", "rows_back", "g"), "*fp32"), "mask": "*u1",
+        **dict.fromkeys(("first", "second"), "*fp16"), "dz": "*bf16",
+    }  # fmt: skip
+    for kind, masked in product(("forward_kl", "reverse_kl"), (False, True)):
+        some = {"KIND": kind, "HAS_MASK": masked}
+        rows, tiles = MERGED
+        for save in (False, True):
+            of = {**some, "SAVE": save, "ROWS": rows, "TILES": tiles}
+            yield Build(divergence_rows.merge_tiles_kernel, f"divergences {some} save={save}", divergence, of)
+        tiles, loop = GRADIENT
+        of = {**some, "BN": COLS, "TILES": tiles, "LOOP": loop}
+        yield Build(divergence_rows.gradient_kernel, f"gradient of divergences {some}", divergence, of)
     coded = {"x": "*bf16", "codes": "*u8", "scale": "*fp32", "M": "i32", "K": "i32", "stride": "i32"}
     yield Build(
         quantize_tokens.code_blocks,

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rlkernel_cuda.common import driver, tiles
+from rlkernel_cuda.linear_divergence import compare
 from rlkernel_cuda.linear_logprob import logits, products
 
 GATE = Path(__file__).parents[1] / "tools" / "compile_gate.py"
@@ -40,6 +41,8 @@ LABELS = (
     "upstream all=True counted=True",
     "saved {'CAP': False, 'COUNTED': False}",
     "tokens by blocks",
+    "divergences {'KIND': 'reverse_kl', 'HAS_MASK': True} save=True",
+    "gradient of divergences {'KIND': 'reverse_kl', 'HAS_MASK': False}",
 )
 
 
@@ -55,6 +58,7 @@ def test_gluon_and_triton_kernels_compile(gate, label, tmp_path, monkeypatch) ->
 
 CUDA = [
     *((logits.SOURCE, {"MODE": m, "BIAS": m > 0, "CAP": m > 0, "COUNTED": m > 0}) for m in (0, 1, 2)),
+    *((compare.SOURCE, {"REVERSE": r, "SAVE": s}) for r, s in ((0, 1), (1, 0), (1, 1))),
     *((products.SOURCE, {"TRANSPOSED": t, "ADD": 1, "ROUND": t, "COUNTED": t}) for t in (0, 1)),
 ]
 

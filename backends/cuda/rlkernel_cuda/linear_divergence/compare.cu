@@ -2,14 +2,16 @@
 //
 // A cluster of two blocks works on 256 rows by 256 ids, as head.cu does: the teacher's product first, which its threads
 // put down in memory of their own, then the student's, beside which they read it again. What the blocks put down, 128 KB
-// each, stays in the L2. Per row and tile of 256 ids, with a and b the student's and the teacher's law within the tile:
+// each, stays in the L2. With w = 2^(x - top) of the student and v of the teacher, tops those of a row's tile of 256 ids,
+// and (p, q) = REVERSE ? (w, v) : (v, w), per row and tile:
 //
-//   sums[tile][0..4]   the student's largest logit and sum of exponentials, the teacher's, and the KL of a and b
-//   out_a              SAVE: fp16(2^14 a)
-//   out_b              SAVE: REVERSE fp16(log(a / b)), else fp16(2^14 (a - b))
+//   sums[tile][0..5]   the student's top, sum w, the teacher's top, sum v, sum p log(p / q) - p + q, sum p log(p / q)
+//   first              SAVE: fp16(w)
+//   second             SAVE: REVERSE fp16(log2(w / v)), else fp16(w - v)
 //
-// A KL sums p log(p / q) - p + q, no term of which is negative. Values are rounded in the same order with SAVE and
-// without: every operation that they are made of is written out.
+// No term of the fifth sum is negative. A row has 256 numbers a tile in `first` and `second`, in the order in which threads
+// hold them: of 32 ids, id 8 j + 2 q + e at 8 q + 2 j + e. Sums are rounded in the same order with SAVE and without: every
+// operation that they are made of is written out.
 //
 // Compiled with -DREVERSE, -DSAVE, -DSTAGES, -DGROUP, -DLAG.
 #include "common/cluster_pair.cuh"
@@ -22,8 +24,11 @@ struct Build {
   static constexpr int group = GROUP;    // pairs of row tiles that share a tile of the weight
   static constexpr bool lag = LAG;       // a step's tiles are freed while the next step's matmuls run
 };
-constexpr float LN2 = 0.693147182f, SHIFT = 16384.f, MOST = 65000.f;  // fp16 ends at 65504
-constexpr float CLOSE = 0.0625f;  // where p (d - 1 + e^-d) is a series, as the rest would cancel; to 4e-6 of it
+constexpr float LN2 = 0.693147182f;
+constexpr float CLOSE = 0.09f;       // log2(p / q) where p log(p / q) - p + q is a series, as the rest would cancel
+constexpr float SERIES[3] = {0.240226507f, -0.0555041087f, 0.00961812911f};  // ln(2)^n / n! of 2^-x - 1 + x ln 2
+constexpr float FAR = -1e6f;         // base-2 units of an id that takes no part: its exponential is 0
+constexpr float LARGE = 65536.f;     // a top from which the rounding of top * scale shows
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
@@ -33,10 +38,11 @@ __device__ __forceinline__ float exp2_(float x) {
   return y;
 }
 
-__device__ __forceinline__ float log2_(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
+// Rounded to fp16; what passes its range becomes the largest number.
+__device__ __forceinline__ u32 packed_finite(float lo, float hi) {
+  u32 r;
+  asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
 }
 
 // Where a thread is in the ring.
@@ -75,17 +81,17 @@ __device__ __forceinline__ void multiply_all(float (&d)[128], int steps, u32 a0,
   free_last<Build::stages, Build::lag>(empty, at.stage, true, thread, d);
 }
 
-// One side's softmax within the tile, of a row: every lane of the four that share the row has it.
-struct Side {
-  float scale;  // to base-2 units
-  float top;    // largest logit, -inf where no id takes part
-  float total;  // sum of exponentials
-  float log;    // of the total
-};
-
-// Two rows' softmaxes; their logits become base-2 units below the largest. Ids beyond the vocabulary take no part.
-__device__ __forceinline__ void softmax(float (&d)[128], int col0, int V, bool last, Side (&of)[2]) {
+// Two rows' tops, which the four lanes that share a row agree on; their logits become base-2 units below the top. Whether
+// one of this thread's is -inf.
+__device__ __forceinline__ bool below_top(float (&d)[128], const float (&scale)[2], int col0, int V, bool last,
+                                          float (&top)[2]) {
   const float none = -infinity();
+  float least = d[0];  // of ids beyond the vocabulary, too: their logits are 0 or NaN
+#pragma unroll
+  for (int j = 0; j < 128; j += 4) least = fminf(least, fminf(fminf(d[j], d[j + 1]), fminf(d[j + 2], d[j + 3])));
+#pragma unroll
+  for (int j = 0; j < 128; j++) asm volatile("" : "+f"(d[j]), "+f"(least));  // it is done, or d would be kept for it
+  const bool odd = least == none;
   if (last) {
 #pragma unroll
     for (int j = 0; j < 128; j++)
@@ -93,48 +99,115 @@ __device__ __forceinline__ void softmax(float (&d)[128], int col0, int V, bool l
   }
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    float top = none;
+    float best = none;
 #pragma unroll
-    for (int j = 0; j < 32; j++) top = fmaxf(top, fmaxf(d[j * 4 + 2 * r], d[j * 4 + 2 * r + 1]));
-    for (int x = 1; x < 4; x *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, x));
-    const float from = top == none ? 0.f : top;
-    float total = 0.f;
+    for (int j = 0; j < 32; j++) best = fmaxf(best, fmaxf(d[j * 4 + 2 * r], d[j * 4 + 2 * r + 1]));
+    for (int x = 1; x < 4; x *= 2) best = fmaxf(best, __shfl_xor_sync(0xffffffffu, best, x));
+    top[r] = best;
+    const float from = best == none ? 0.f : best, less = __fmul_rn(-from, scale[r]);
+    if (fabsf(less) < LARGE) {
 #pragma unroll
-    for (int j = 0; j < 32; j++)
-#pragma unroll
-      for (int e = 0; e < 2; e++) {
-        float& y = d[j * 4 + 2 * r + e];
-        y = __fmul_rn(__fsub_rn(y, from), of[r].scale);
-        total = __fadd_rn(total, exp2_(y));
+      for (int j = 0; j < 64; j++) {
+        float& y = d[j / 2 * 4 + 2 * r + j % 2];
+        y = __fmaf_rn(y, scale[r], less);
       }
-    for (int x = 1; x < 4; x *= 2) total = __fadd_rn(total, __shfl_xor_sync(0xffffffffu, total, x));
-    of[r].top = top, of[r].total = total, of[r].log = total == 0.f ? 0.f : log2_(total);
-  }
-}
-
-// p log(p / q) - p + q from p and q and their logarithms of base 2, of which -inf is none.
-__device__ __forceinline__ float kl_term(float p, float log_p, float q, float log_q) {
-  const float d = __fmul_rn(__fsub_rn(log_p, log_q), LN2);
-  const float series = __fmaf_rn(d, __fmaf_rn(d, 1.f / 24, -1.f / 6), 0.5f);
-  const float far = __fmaf_rn(p, __fsub_rn(d, 1.f), q);
-  float term = fabsf(d) < CLOSE ? __fmul_rn(p, __fmul_rn(__fmul_rn(d, d), series)) : far;
-  term = d == infinity() ? d : term;  // also where p itself is below the least number
-  return log_p == -infinity() ? q : term;
-}
-
-// Sixteen numbers that a thread has put down. Volatile: where it stands, or all of them would take registers at once.
-__device__ __forceinline__ void take(float (&z)[16], const float4* from) {
+    } else {
 #pragma unroll
-  for (int n = 0; n < 4; n++)
+      for (int j = 0; j < 64; j++) {
+        float& y = d[j / 2 * 4 + 2 * r + j % 2];
+        y = __fmul_rn(__fsub_rn(y, from), scale[r]);
+      }
+    }
+  }
+  if (last) {
+#pragma unroll
+    for (int j = 0; j < 128; j++)
+      if (col0 + j / 4 * 8 + j % 2 >= V) d[j] = FAR;
+  }
+  return odd;
+}
+
+// What is summed of a row's tile.
+struct Sums {
+  float w = 0.f, v = 0.f, term = 0.f, moment = 0.f;
+};
+
+// Numbers that a thread has put down. Volatile: where it stands, or all of them would take registers at once.
+template <int count>
+__device__ __forceinline__ void take(float (&z)[count], const float4* from) {
+#pragma unroll
+  for (int n = 0; n < count / 4; n++)
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
                  : "=f"(z[4 * n]), "=f"(z[4 * n + 1]), "=f"(z[4 * n + 2]), "=f"(z[4 * n + 3])
                  : "l"(from + n * 128) : "memory");
 }
 
+// Logits of -inf become ones that are far below every other, and rows are told in which q has none where p has some.
+__device__ __forceinline__ void replace_none(float (&z)[128], float4* mine, bool (&infinite)[2]) {
+  const float none = -infinity();
+#pragma unroll
+  for (int j = 0; j < 32; j++) {
+    float there[4];
+    take(there, mine + j * 128);
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      float &x = z[j * 4 + e], &y = there[e];
+      if ((Build::reverse ? y : x) == none && (Build::reverse ? x : y) != none) infinite[e / 2] = true;
+      x = x == none ? FAR : x, y = y == none ? FAR : y;
+    }
+    __stcg(mine + j * 128, make_float4(there[0], there[1], there[2], there[3]));
+  }
+}
+
+// Both sides of two rows: z of the student, in registers, and the teacher's, which was put down.
+__device__ __forceinline__ void compare_rows(const float (&z)[128], const float4* mine, unsigned short* first,
+                                             unsigned short* second, long long at, int down, const bool (&live)[2],
+                                             Sums (&sums)[2]) {
+  float there[2][16];  // the teacher's, of these 16 logits and of the next
+  take(there[0], mine);
+#pragma unroll
+  for (int j = 0; j < 32; j += 4) {
+    if (j < 28) take(there[j / 4 % 2 ^ 1], mine + (j + 4) * 128);
+    u32 a[2][4], b[2][4];
+#pragma unroll
+    for (int n = 0; n < 4; n++)
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        float w[2], other[2];
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          const float x = z[(j + n) * 4 + 2 * r + e], y = there[j / 4 % 2][4 * n + 2 * r + e];
+          const float v = exp2_(y), d = Build::reverse ? __fsub_rn(x, y) : __fsub_rn(y, x);
+          w[e] = exp2_(x);
+          const float p = Build::reverse ? w[e] : v, q = Build::reverse ? v : w[e];
+          const float series = __fmaf_rn(d, __fmaf_rn(d, SERIES[2], SERIES[1]), SERIES[0]);
+          const float far = __fmaf_rn(p, __fmaf_rn(d, LN2, -1.f), q), pd = __fmul_rn(p, d);
+          const float term = fabsf(d) < CLOSE ? __fmul_rn(__fmul_rn(pd, d), series) : far;
+          sums[r].w = __fadd_rn(sums[r].w, w[e]), sums[r].v = __fadd_rn(sums[r].v, v);
+          sums[r].term = __fadd_rn(sums[r].term, term), sums[r].moment = __fadd_rn(sums[r].moment, pd);
+          other[e] = Build::reverse ? d : w[e] - v;
+        }
+        if constexpr (Build::save) a[r][n] = packed_fp16(w[0], w[1]), b[r][n] = packed_finite(other[0], other[1]);
+      }
+#pragma unroll
+    for (int r = 0; r < 2; r++)  // sums are complete here, or what they are made of would take registers
+      asm volatile("" : "+f"(sums[r].w), "+f"(sums[r].v), "+f"(sums[r].term), "+f"(sums[r].moment));
+    if constexpr (Build::save) {
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+        if (live[r]) {
+          const long long to = at + r * down + j * 8;
+          *(uint4*)(first + to) = make_uint4(a[r][0], a[r][1], a[r][2], a[r][3]);
+          *(uint4*)(second + to) = make_uint4(b[r][0], b[r][1], b[r][2], b[r][3]);
+        }
+    }
+  }
+}
+
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
 compare(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, const __grid_constant__ Map t_map,
-        const __grid_constant__ Map v_map, float4* put_down, const float* scale, const float* t_scale, float* sums,
-        unsigned short* out_a, unsigned short* out_b, int N, int V, int pitch, int steps, int t_steps) {
+        const __grid_constant__ Map v_map, float4* put_down, const float* scale, const float* t_scale, float* sums_out,
+        unsigned short* first, unsigned short* second, int N, int V, int steps, int t_steps) {
   extern __shared__ __align__(1024) char ring[];
   __shared__ __align__(8) u64 full_[Build::stages], empty_[Build::stages];
   const u32 base = shared_address(ring), full = shared_address(full_), empty = shared_address(empty_);
@@ -171,76 +244,42 @@ compare(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, co
     for (int i = blockIdx.x / 2; i < pairs * tiles; i += gridDim.x / 2) {
       int pair, tile;
       tile_at<Build::group>(i, pairs, tiles, pair, tile);
-      const int col0 = tile * COLS + q * 2;
-      const int r0 = (2 * pair + rank) * ROWS + me * 64 + thread / 32 * 16 + lane / 4, r1 = r0 + 8;
-      const bool live0 = r0 < N, live1 = r1 < N, last = tile * COLS + COLS > V;
-      Side s[2], t[2];
-      s[0].scale = live0 ? scale[r0] : 0.f, s[1].scale = live1 ? scale[r1] : 0.f;
-      t[0].scale = live0 ? t_scale[r0] : 0.f, t[1].scale = live1 ? t_scale[r1] : 0.f;
-      float d[128];
+      const int col0 = tile * COLS + q * 2, r0 = (2 * pair + rank) * ROWS + me * 64 + thread / 32 * 16 + lane / 4;
+      const bool live[2] = {r0 < N, r0 + 8 < N}, last = tile * COLS + COLS > V;
+      float by[2] = {live[0] ? t_scale[r0] : 0.f, live[1] ? t_scale[r0 + 8] : 0.f}, d[128], top[2];
+      float* out = sums_out + (long long)tile * 6 * N + r0;
       multiply_all(d, t_steps, a0, b0, full, empty, thread, at);
-      softmax(d, col0, V, last, t);
+      const bool t_odd = below_top(d, by, col0, V, last, top);
+      if (q == 0 && live[0]) out[2 * N] = top[0];
+      if (q == 0 && live[1]) out[2 * N + 8] = top[1];
 #pragma unroll
       for (int j = 0; j < 32; j++)
         __stcg(mine + j * 128, make_float4(d[j * 4], d[j * 4 + 1], d[j * 4 + 2], d[j * 4 + 3]));
+      by[0] = live[0] ? scale[r0] : 0.f, by[1] = live[1] ? scale[r0 + 8] : 0.f;
       multiply_all(d, steps, a0, b0, full, empty, thread, at);
-      softmax(d, col0, V, last, s);
-      float kl[2] = {0.f, 0.f}, there[2][16];  // the teacher's, of these 16 sums and of the next
-      take(there[0], mine);
+      const bool odd = below_top(d, by, col0, V, last, top) || t_odd;
+      Sums sums[2];
+      const long long to = ((long long)r0 * tiles + tile) * COLS + q * 8;
+      bool infinite[2] = {false, false};
+      if (odd) replace_none(d, mine, infinite);
+      compare_rows(d, mine, first, second, to, 8 * tiles * COLS, live, sums);
 #pragma unroll
-      for (int j = 0; j < 32; j += 4) {
-        if (j < 28) take(there[j / 4 % 2 ^ 1], mine + (j + 4) * 128);
-        u32 a_row[2][4], b_row[2][4];
-#pragma unroll
-        for (int n = 0; n < 4; n++) {
-          const float* z = there[j / 4 % 2] + 4 * n;
-          float a[4], b[4], log_ratio[4];
-#pragma unroll
-          for (int e = 0; e < 4; e++) {
-            const int r = e / 2;
-            const float log_a = __fsub_rn(d[(j + n) * 4 + e], s[r].log), log_b = __fsub_rn(z[e], t[r].log);
-            a[e] = exp2_(log_a), b[e] = exp2_(log_b);
-            kl[r] = __fadd_rn(kl[r], Build::reverse ? kl_term(a[e], log_a, b[e], log_b)
-                                                    : kl_term(b[e], log_b, a[e], log_a));
-            log_ratio[e] = (log_a - log_b) * LN2;
-          }
-          if constexpr (Build::save) {
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-              const float u = a[2 * r], v = a[2 * r + 1];
-              a_row[r][n] = packed_fp16(u * SHIFT, v * SHIFT);
-              if constexpr (Build::reverse) {
-                const float x = fminf(fmaxf(log_ratio[2 * r], -MOST), MOST);
-                const float z = fminf(fmaxf(log_ratio[2 * r + 1], -MOST), MOST);
-                b_row[r][n] = packed_fp16(x, z);
-              } else {
-                b_row[r][n] = packed_fp16((u - b[2 * r]) * SHIFT, (v - b[2 * r + 1]) * SHIFT);
-              }
-            }
-          }
-        }
-        if constexpr (Build::save) {
-#pragma unroll
-          for (int r = 0; r < 2; r++) {
-            const long long row = (long long)(r ? r1 : r0) * pitch;
-            store_group(out_a + row, tile * COLS + j * 8, V, r ? live1 : live0, a_row[r], q);
-            store_group(out_b + row, tile * COLS + j * 8, V, r ? live1 : live0, b_row[r], q);
-          }
-        }
-      }
+      for (int r = 0; r < 2; r++) sums[r].term = infinite[r] ? infinity() : sums[r].term;
 #pragma unroll
       for (int r = 0; r < 2; r++)
-        for (int x = 1; x < 4; x *= 2) kl[r] = __fadd_rn(kl[r], __shfl_xor_sync(0xffffffffu, kl[r], x));
-      if (q == 0) {
-        float* to = sums + (long long)tile * 5 * N;
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-          const int row = r ? r1 : r0;
-          if (r ? live1 : live0) {
-            to[row] = s[r].top, to[N + row] = s[r].total, to[2 * N + row] = t[r].top, to[3 * N + row] = t[r].total;
-            to[4 * N + row] = kl[r];
-          }
+        for (int x = 1; x < 4; x *= 2) {
+          sums[r].w = __fadd_rn(sums[r].w, __shfl_xor_sync(0xffffffffu, sums[r].w, x));
+          sums[r].v = __fadd_rn(sums[r].v, __shfl_xor_sync(0xffffffffu, sums[r].v, x));
+          sums[r].term = __fadd_rn(sums[r].term, __shfl_xor_sync(0xffffffffu, sums[r].term, x));
+          sums[r].moment = __fadd_rn(sums[r].moment, __shfl_xor_sync(0xffffffffu, sums[r].moment, x));
         }
+      if (q == 0) {
+#pragma unroll
+        for (int r = 0; r < 2; r++, out += 8)
+          if (live[r]) {
+            out[0] = top[r], out[N] = sums[r].w, out[3 * N] = sums[r].v, out[4 * N] = sums[r].term;
+            out[5 * N] = sums[r].moment * LN2;
+          }
       }
     }
   }

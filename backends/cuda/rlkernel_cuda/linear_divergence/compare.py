@@ -21,10 +21,10 @@ from rlkernel_cuda.linear_logprob.plan import COLS, count_of, round_up
 from rlkernel_triton.launchers import Launcher
 
 SOURCE: Final = Path(__file__).with_name("compare.cu")
-SUMS: Final = 5  # of a row and tile
+SUMS: Final = 6  # of a row and tile
 BACK: Final = 2  # numbers of a row that the gradient reads
 PUT_DOWN: Final = 128 * COLS  # fp32 numbers of a block of compare.cu: its tile of the teacher's logits
-MERGED: Final = 32  # rows, and tiles, of a program that merges tiles
+MERGED: Final = (16, 32)  # rows, and tiles at a time, of a program that merges tiles
 GRADIENT: Final = (4, 16)  # tiles that a program of the gradient takes at a time, and how many times
 
 
@@ -41,8 +41,13 @@ class Form(NamedTuple):
 
     @property
     def pitch(self) -> int:
-        """Columns of a row that is kept: a multiple of 16 bytes."""
+        """Columns of a row of the gradient: a multiple of 16 bytes."""
         return round_up(self.V, 8)
+
+    @property
+    def kept_pitch(self) -> int:
+        """Columns of a row of what is kept: whole tiles."""
+        return round_up(self.V, COLS)
 
 
 class Side(NamedTuple):
@@ -56,8 +61,7 @@ class Side(NamedTuple):
 class Kept(NamedTuple):
     """What is kept of a block for its gradient."""
 
-    dz: Tensor  # [n, pitch] bf16: room for the gradient, which holds the first number of each logit before
-    second: Tensor  # [n, pitch] fp16
+    logits: Tensor  # [2, at least n, kept_pitch] fp16; no numbers where no gradient is asked for
     sums: Tensor  # [tiles, SUMS, n] fp32
     rows: Tensor  # [BACK, n] fp32
 
@@ -71,14 +75,14 @@ def bind_tiles(form: Form, device: torch.device) -> TilesLaunch:
     shared, index = PAIR.stages * (rows + PAIR.cols) * PAIR.depth * 2, driver.index_of(device)
     flags = {"REVERSE": form.kind == "reverse_kl", "SAVE": form.save, **driver.shape(PAIR)}
     kernel = driver.function(SOURCE, tuple(f"-D{name}={int(x)}" for name, x in flags.items()), "compare", shared, index)
-    numbers = (form.n, form.V, form.pitch, *(count_of(depth, PAIR.depth) for depth in (form.D, form.E)))
+    numbers = (form.n, form.V, *(count_of(depth, PAIR.depth) for depth in (form.D, form.E)))
     grid = driver.Blocks(multiprocessors(device) // 2 * 2, 384, shared)
     launch = driver.Launch(kernel, grid, index, [c_int(x) for x in numbers])
     known = [driver.Matrix(box, PAIR.depth) for box in (rows, PAIR.cols // 2) * 2]
 
     def run(student: Side, teacher: Side, put_down: Tensor, into: Kept) -> None:
         given = (student.hidden, student.weight, teacher.hidden, teacher.weight)
-        words = (put_down, student.scale, teacher.scale, into.sums, into.dz, into.second)
+        words = (put_down, student.scale, teacher.scale, into.sums, *into.logits)
         launch([of.of(x) for of, x in zip(known, given, strict=True)], [x.data_ptr() for x in words])
 
     return run
@@ -98,20 +102,19 @@ class Compare:
         self._compare = bind_tiles(form, device)
         self._merge = launcher.bind(
             merge_tiles_kernel, N=form.n, tiles=self._tiles, HAS_MASK=form.masked, KIND=form.kind, SAVE=form.save,
-            ROWS=MERGED, TILES=MERGED,
+            ROWS=MERGED[0], TILES=MERGED[1],
         )  # fmt: skip
         tiles, loop = GRADIENT
         self._gradient_grid = (form.n, count_of(form.V, COLS * tiles * loop), 1)
         self._gradient = launcher.bind(
-            gradient_kernel, any_alignment=("g",), N=form.n, V=form.V, pitch=form.pitch, HAS_MASK=form.masked,
-            KIND=form.kind, BN=COLS, TILES=tiles, LOOP=loop,
+            gradient_kernel, any_alignment=("g",), N=form.n, V=form.V, pitch=form.pitch, kept_pitch=form.kept_pitch,
+            HAS_MASK=form.masked, KIND=form.kind, BN=COLS, TILES=tiles, LOOP=loop,
         )  # fmt: skip
 
-    def room(self, dz: Tensor, second: Tensor) -> Kept:
+    def room(self, logits: Tensor) -> Kept:
         """Room for a block, given that for its logits."""
         sums = torch.empty((self._tiles, SUMS, self.form.n), dtype=torch.float32, device=self._device)
-        rows = torch.empty((BACK, self.form.n), dtype=torch.float32, device=self._device)
-        return Kept(dz, second, sums, rows)
+        return Kept(logits, sums, torch.empty((BACK, self.form.n), dtype=torch.float32, device=self._device))
 
     def values(
         self, student: Side, teacher: Side, mask: Tensor | None, put_down: Tensor, values: Tensor, kept: Kept
@@ -128,12 +131,10 @@ class Compare:
         """
         self._compare(student, teacher, put_down, kept)
         self._merge(
-            (count_of(self.form.n, MERGED), 1, 1), kept.sums, student.scale, teacher.scale,
+            (count_of(self.form.n, MERGED[0]), 1, 1), kept.sums, student.scale, teacher.scale,
             values if mask is None else mask, values, kept.rows,
         )  # fmt: skip
 
-    def gradient(self, mask: Tensor | None, g: Tensor, kept: Kept) -> None:
-        """Write the gradient of the logits to `kept.dz`, for upstream gradients g: n contiguous numbers of fp32."""
-        self._gradient(
-            self._gradient_grid, kept.dz, kept.second, kept.sums, kept.rows, g if mask is None else mask, g
-        )  # fmt: skip
+    def gradient(self, mask: Tensor | None, g: Tensor, kept: Kept, dz: Tensor) -> None:
+        """Write the gradient of the logits, [n, pitch], for upstream gradients g: n contiguous numbers of fp32."""
+        self._gradient(self._gradient_grid, *kept.logits, kept.sums, kept.rows, g if mask is None else mask, g, dz)

@@ -153,17 +153,17 @@ class _Host(portable.Host):
         scale = self._scale(self._T, T)
         t_scale = scale if self._one_temperature else self._scale(self._T_t, T_t)
         put_down = self._numbers(multiprocessors(self._device) * PUT_DOWN)
-        second = torch.empty((0 if dz is None else self._most, self._pitch), dtype=torch.float16, device=self._device)
+        room = (2, 0 if dz is None else self._most, self._form.kept_pitch)
+        logits = torch.empty(room, dtype=torch.float16, device=self._device)
         for rows in self._blocks:
             n = rows.stop - rows.start
             compare = self._compare(n, save=dz is not None)
-            here = values if dz is None else dz[rows] if len(dz) == self._N else dz[:n]
-            some = None if counted is None else counted[rows]
-            kept = compare.room(here, second)
+            some, kept = None if counted is None else counted[rows], compare.room(logits)
             student, of_teacher = Side(x[rows], w, scale[rows]), Side(t[rows], v, t_scale[rows])
             compare.values(student, of_teacher, some, put_down, values[rows], kept)
             if dz is not None and g is not None:
-                compare.gradient(some, g[rows], kept)
+                here = dz[rows] if len(dz) == self._N else dz[:n]
+                compare.gradient(some, g[rows], kept, here)
                 yield rows, here
 
     def _numbers(self, n: int) -> Tensor:

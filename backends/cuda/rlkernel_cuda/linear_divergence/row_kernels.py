@@ -1,10 +1,10 @@
-"""Around compare.cu: merging the tiles of a row, and the gradient of its logits from what was saved of each tile.
+"""Around compare.cu: merging the tiles of a row, and the gradient of its logits from what was kept of each tile.
 
-A KL is that of the masses of the tiles, and for each tile its mass times its own KL (chain rule). With A and B the
-masses of a tile, a and b the laws within it, KL the row's and 1/T the student's:
+A KL is that of the masses of the tiles, and for each tile its mass times its own KL (chain rule). With w and v what
+compare.cu kept of a logit, A and B factors of the tile that make laws of them, KL the row's and 1/T the student's:
 
-    reverse_kl   dz = A a (log(a / b) + log(A / B) - KL) / T
-    forward_kl   dz = ((A - B) a + B (a - b)) / T
+    reverse_kl   dz = A w (log(w / v) + log(A / B) - KL) / T
+    forward_kl   dz = ((A - B) w + B (w - v)) / T
 
 both of which keep their digits where the two sides nearly agree.
 
@@ -16,11 +16,11 @@ import triton.language as tl
 
 from rlkernel_triton.common.arithmetic import LN2
 from rlkernel_triton.divergence.kernels import log_total
-from rlkernel_triton.divergence.running_kl import share
+from rlkernel_triton.divergence.running_kl import conditional_kl, share
 from rlkernel_triton.divergence.terms import term_and_derivative
 
-UNSHIFT = tl.constexpr(1 / 16384)  # compare.cu keeps laws times 2^14
 NONE = tl.constexpr(float("-inf"))
+SUMS = tl.constexpr(6)  # of a row and tile
 
 
 @triton.jit
@@ -38,14 +38,14 @@ def add_masses(best, sums, top, total, scale):
 
 
 @triton.jit
-def log_masses(top, total, best, log, scale):
-    """Logarithms of base 2 of the masses of tiles, where those of the row sum to 1."""
-    return tl.where(top == NONE, NONE, (top - best[None, :]) * scale[None, :] + tl.log2(total) - log[None, :])
+def log_factors(top, best, log, scale):
+    """Logarithms of base 2 of what makes laws of 2^(x - top): -inf in a tile without an id that takes part."""
+    return tl.where(top == NONE, NONE, (top - best[None, :]) * scale[None, :] - log[None, :])
 
 
 @triton.jit(do_not_specialize=["N"])
 def merge_tiles_kernel(
-    sums,  # [tiles, 5, N] as compare.cu wrote them; with SAVE [tiles, 2, N] of it become coefficients of the gradient
+    sums,  # [tiles, SUMS, N] as compare.cu wrote them; with SAVE the first two of a tile become what the gradient reads
     scale,  # [N] student's logits times this are in base-2 units
     t_scale,  # [N] the teacher's
     mask,  # [N] where HAS_MASK: rows that count
@@ -70,7 +70,7 @@ def merge_tiles_kernel(
     for first in range(0, tiles, TILES):
         tile = first + tl.arange(0, TILES)
         ok = (tile < tiles)[:, None] & live[None, :]
-        at = sums + tile.to(tl.int64)[:, None] * (5 * N) + row[None, :]
+        at = sums + tile.to(tl.int64)[:, None] * (SUMS * N) + row[None, :]
         m, s = tl.load(at, mask=ok, other=NONE), tl.load(at + N, mask=ok, other=0.0)
         best, total = add_masses(best, total, m, s, s2)
         m, s = tl.load(at + 2 * N, mask=ok, other=NONE), tl.load(at + 3 * N, mask=ok, other=0.0)
@@ -81,23 +81,28 @@ def merge_tiles_kernel(
     for first in range(0, tiles, TILES):
         tile = first + tl.arange(0, TILES)
         ok = (tile < tiles)[:, None] & live[None, :]
-        at = sums + tile.to(tl.int64)[:, None] * (5 * N) + row[None, :]
-        m, s = tl.load(at, mask=ok, other=NONE), tl.load(at + N, mask=ok, other=0.0)
-        log_s = log_masses(m, s, best, log, s2)
-        m, s = tl.load(at + 2 * N, mask=ok, other=NONE), tl.load(at + 3 * N, mask=ok, other=0.0)
-        log_t = log_masses(m, s, t_best, t_log, t2)
+        at = sums + tile.to(tl.int64)[:, None] * (SUMS * N) + row[None, :]
+        m, total_s = tl.load(at, mask=ok, other=NONE), tl.load(at + N, mask=ok, other=0.0)
+        of_s = log_factors(m, best, log, s2)
+        m, total_t = tl.load(at + 2 * N, mask=ok, other=NONE), tl.load(at + 3 * N, mask=ok, other=0.0)
+        of_t = log_factors(m, t_best, t_log, t2)
+        term, moment = tl.load(at + 4 * N, mask=ok, other=0.0), tl.load(at + 5 * N, mask=ok, other=0.0)
+        log_s = tl.where(of_s == NONE, NONE, of_s + tl.log2(total_s))
+        log_t = tl.where(of_t == NONE, NONE, of_t + tl.log2(total_t))
         one, u = term_and_derivative(log_s, log_t, 0.0, 0.0, 0.0, KIND)
-        mass, t_mass = tl.exp2(log_s), tl.exp2(log_t)
-        within = share(mass if KIND == "reverse_kl" else t_mass, tl.load(at + 4 * N, mask=ok, other=0.0))
+        if KIND == "reverse_kl":
+            within = share(tl.exp2(log_s), conditional_kl(total_s, total_t, term, moment))
+        else:
+            within = share(tl.exp2(log_t), conditional_kl(total_t, total_s, term, moment))
         value += tl.sum(one + within, 0)
         mean += tl.sum(u + within, 0)
         if SAVE:
             if KIND == "reverse_kl":
-                tl.store(at, mass, mask=ok)
-                tl.store(at + N, tl.where(log_s == NONE, 0.0, (log_s - log_t) * LN2), mask=ok)
+                tl.store(at, tl.exp2(of_s), mask=ok)
+                tl.store(at + N, tl.where(of_s == NONE, 0.0, (of_s - of_t) * LN2), mask=ok)
             else:
-                tl.store(at, mass - t_mass, mask=ok)
-                tl.store(at + N, t_mass, mask=ok)
+                tl.store(at, tl.exp2(of_s) - tl.exp2(of_t), mask=ok)
+                tl.store(at + N, tl.exp2(of_t), mask=ok)
     if SAVE:
         tl.store(rows_back + row, tl.where(value < float("inf"), s2 * LN2, float("nan")), mask=live)
         tl.store(rows_back + N + row, mean, mask=live)
@@ -106,15 +111,22 @@ def merge_tiles_kernel(
     tl.store(values + row, value, mask=live)
 
 
+@triton.jit
+def in_order(x, TILES: tl.constexpr, BN: tl.constexpr):
+    """[TILES, BN] by id: compare.cu keeps id 8 j + 2 q + e of 32 at 8 q + 2 j + e."""
+    return tl.reshape(tl.permute(tl.reshape(x, [TILES * (BN // 32), 4, 4, 2]), (0, 2, 1, 3)), [TILES, BN])
+
+
 @triton.jit(do_not_specialize=["N"])
 def gradient_kernel(
-    dz,  # [n, pitch] fp16(2^14 a), overwritten by the gradient in bf16
-    kept,  # [n, pitch] fp16, the other number that compare.cu kept of each logit
-    sums,  # [tiles, 5, N], as `merge_tiles_kernel` left it
+    first,  # [n, tiles BN] fp16, as compare.cu kept them
+    second,  # the same
+    sums,  # [tiles, SUMS, N], as `merge_tiles_kernel` left it
     rows_back,  # [2, N]
     mask,  # [N] where HAS_MASK
     g,  # [N] fp32 upstream gradient
-    N, V, pitch,
+    dz,  # [n, pitch] the gradient
+    N, V, pitch, kept_pitch,
     HAS_MASK: tl.constexpr, KIND: tl.constexpr, BN: tl.constexpr, TILES: tl.constexpr, LOOP: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the logits. Grid: rows, tiles over TILES LOOP."""
@@ -122,18 +134,18 @@ def gradient_kernel(
     counts = True
     if HAS_MASK:
         counts = tl.load(mask + row) != 0
-    up = tl.load(g + row) * tl.load(rows_back + row) * UNSHIFT
-    mean = tl.load(rows_back + N + row)
+    up, mean = tl.load(g + row) * tl.load(rows_back + row), tl.load(rows_back + N + row)
     for i in range(LOOP):
         tile = (tl.program_id(1) * LOOP + i) * TILES + tl.arange(0, TILES)
         here = tile * BN < V
-        at = sums + tile.to(tl.int64) * (5 * N) + row
-        first, second = tl.load(at, mask=here, other=0.0)[:, None], tl.load(at + N, mask=here, other=0.0)[:, None]
+        at = sums + tile.to(tl.int64) * (SUMS * N) + row
+        of_first, of_second = tl.load(at, mask=here, other=0.0)[:, None], tl.load(at + N, mask=here, other=0.0)[:, None]
         column = tile[:, None] * BN + tl.arange(0, BN)[None, :]
-        inside = column < V
-        offset = row.to(tl.int64) * pitch + column
-        a = tl.load(dz + offset, mask=inside, other=0.0).to(tl.float16, bitcast=True).to(tl.float32)
-        b = tl.load(kept + offset, mask=inside, other=0.0).to(tl.float32)
-        out = first * a * (b + (second - mean)) if KIND == "reverse_kl" else first * a + second * b
-        out *= up
-        tl.store(dz + offset, tl.where(counts, out, 0.0).to(tl.bfloat16), mask=inside)
+        kept = row.to(tl.int64) * kept_pitch + column
+        a = tl.load(first + kept, mask=here[:, None], other=0.0).to(tl.float32)
+        b = tl.load(second + kept, mask=here[:, None], other=0.0).to(tl.float32)
+        if KIND == "reverse_kl":
+            b = b * LN2 + (of_second - mean)
+        out = of_first * a * b if KIND == "reverse_kl" else of_first * a + of_second * b
+        out = in_order(tl.where(counts, out * up, 0.0), TILES, BN)
+        tl.store(dz + row.to(tl.int64) * pitch + column, out.to(tl.bfloat16), mask=column < V)

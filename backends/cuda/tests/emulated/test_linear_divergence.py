@@ -15,29 +15,29 @@ COLS = 256
 KINDS = ("forward_kl", "reverse_kl")
 
 
-def law(side, V):
-    """Tops and sums of the tiles of each row, [n, tiles], and the base-2 logarithm of the law within each tile."""
+def below_top(side, V):
+    """The tops of the tiles of each row, [n, tiles], and base-2 units below them, [n, tiles, COLS]."""
     y = side.hidden.float() @ side.weight.float().T
     y = torch.nn.functional.pad(y[:, :V], (0, -V % COLS), value=-torch.inf).unflatten(1, (-1, COLS))
     top = y.amax(2)
-    z = (y - torch.where(top == -torch.inf, 0.0, top)[..., None]) * side.scale[:, None, None]
-    total = torch.exp2(z).sum(2)
-    return top, total, z - torch.where(total == 0, 0.0, total.log2())[..., None]
+    return top, (y - torch.where(top == -torch.inf, 0.0, top)[..., None]) * side.scale[:, None, None]
 
 
 def bind_tiles(form, device):
     """What compare.cu makes."""
 
     def run(student, teacher, put_down, into):
-        (top, total, log_a), (t_top, t_total, log_b) = law(student, form.V), law(teacher, form.V)
-        a, b, d = log_a.exp2(), log_b.exp2(), (log_a - log_b) * math.log(2)
-        p, d_p, q = (a, d, b) if form.kind == "reverse_kl" else (b, -d, a)
-        kl = torch.where(p == 0, q, p * (d_p - 1) + q).sum(2).clamp_min(0)
-        into.sums.copy_(torch.stack((top, total, t_top, t_total, kl)).permute(2, 0, 1))
+        (top, w), (t_top, v) = below_top(student, form.V), below_top(teacher, form.V)
+        d = ((w - v) * math.log(2)).nan_to_num(nan=0.0)
+        w, v = w.exp2(), v.exp2()
+        p, d_p, q = (w, d, v) if form.kind == "reverse_kl" else (v, -d, w)
+        moment = torch.where(p == 0, 0.0, p * d_p)
+        term = (moment - p + q).clamp_min(0)
+        into.sums.copy_(torch.stack((top, w.sum(2), t_top, v.sum(2), term.sum(2), moment.sum(2))).permute(2, 0, 1))
         if form.save:
-            second = d.clamp(-65000, 65000).nan_to_num() if form.kind == "reverse_kl" else 2**14 * (a - b)
-            into.dz.view(torch.float16)[:, : form.V] = (2**14 * a).flatten(1)[:, : form.V].half()
-            into.second[: form.n, : form.V] = second.flatten(1)[:, : form.V].half()
+            second = (d / math.log(2)).clamp(-65504, 65504) if form.kind == "reverse_kl" else w - v
+            for kept, x in zip(into.logits, (w, second), strict=True):
+                kept[: form.n] = x.unflatten(2, (8, 4, 4, 2)).transpose(3, 4).flatten(1).half()
 
     return run
 

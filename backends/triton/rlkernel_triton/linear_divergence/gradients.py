@@ -47,8 +47,9 @@ def from_all_rows(
         d_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         torch.mul(product(dz, weight), up, out=d_hidden.view(-1, d_hidden.shape[-1]))
     if wanted[1]:
-        x = hidden.detach().reshape(-1, hidden.shape[-1]).to(torch.float32) * up
-        x = (x if counted is None else torch.where(counted, x, 0.0)).to(dz.dtype)
+        flat = hidden.detach().reshape(-1, hidden.shape[-1])
+        x = torch.mul(flat, up, out=torch.empty_like(flat, dtype=dz.dtype))  # in fp32, rounded once
+        x = x if counted is None else torch.where(counted, x, 0.0)
         d_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
         _write_product(d_weight, dz.T, x)
     return d_hidden, d_weight
