@@ -26,11 +26,7 @@ from rlkernel_triton.quant.code_tiles import (
     FLOAT8,
     FP4,
     NF4,
-    decode_e2m1,
     decode_e8m0,
-    decode_float8,
-    encode_float8,
-    encode_magnitude,
     round_to,
     to_float32,
     with_sign,
@@ -44,7 +40,6 @@ from rlkernel_triton.quant.quantize_kernels import (
     inverse_scale,
     load_groups,
     load_weights,
-    max_or_nan,
     round_integers,
     scale_and_zero,
     signed_absmax,
@@ -52,9 +47,37 @@ from rlkernel_triton.quant.quantize_kernels import (
 
 
 @triton.jit
+def largest_of_four(x):
+    """[R, C / 4] uint32: twice the largest bits of |x| of four neighbors, which a thread has loaded together."""
+    found = x.to(tl.uint32, bitcast=True) << 1
+    return tl.max(tl.reshape(found, (x.shape[0], x.shape[1] // 4, 4)), axis=2)
+
+
+@triton.jit
 def whole_between(ratio, least, most):
     """rint(ratio) between two whole numbers, as fp32; 0 is +0."""
     return (tl.minimum(tl.maximum(ratio, least), most) + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def nearest_float(x, most, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr, AWAY: tl.constexpr):
+    """fp32 value of the small float nearest to x, cut at `most`: what `encode_magnitude` makes a code of, decoded.
+
+    Adding and taking away a number whose last bit is a step of the code; both products are by powers of two, so exact.
+    """
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    size = tl.minimum(tl.abs(x), most)
+    binade = tl.maximum(size.to(tl.int32, bitcast=True), (128 - BIAS) << 23) & 0x7F800000  # subnormal: of the smallest
+    binade = binade.to(tl.float32, bitcast=True)
+    step = tl.full(binade.shape, 2.0**SHIFT, tl.float32)
+    found = tl.fma(binade, 0.0 - step, tl.fma(binade, step, size))
+    if AWAY:
+        half = binade * (0.5**(MANTISSA + 1))
+        found = tl.where(size - found >= half, found + 2.0 * half, found)
+    bits = found.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -2147483648)
+    if FNUZ:  # no -0
+        bits = tl.where(found == 0, 0, bits)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -196,10 +219,8 @@ def fake_mx_kernel(
     e = mx_scale(bits, RULE, MANTISSA, TOP, FRACTION)
     inverse = tl.where(e > 253, 0x00400000, (254 - e) << 23).to(tl.float32, bitcast=True)  # 2^-127 is subnormal
     scale = decode_e8m0(e)
-    size = tl.minimum(tl.abs(x) * inverse[:, None, None], tl.where(e == 255, 0.0, LARGEST)[:, None, None])
-    found = encode_magnitude(size, MANTISSA, BIAS, AWAY)
-    found |= (x.to(tl.int32, bitcast=True) >> (28 if FOUR else 24)) & (8 if FOUR else 128)
-    number = decode_e2m1(found) if FOUR else decode_float8(found, MANTISSA, BIAS, False)
+    most = tl.where(e == 255, 0.0, LARGEST)[:, None, None]
+    number = nearest_float(x * inverse[:, None, None], most, MANTISSA, BIAS, False, AWAY)
     end = LARGEST * scale
     finish_groups(
         x, number * scale[:, None, None], 0.0 - end, end, up, out, row, column, N, K, GROUP, BACKWARD, WHOLE,
@@ -234,15 +255,13 @@ def fake_nvfp4_kernel(
         tl.where(finite, bits, 0).to(tl.float32, bitcast=True), tl.where(whole > 0, whole, float("inf")), INTERPRETED
     )
     ratio = tl.where(whole > 0, ratio, 0.0)
-    byte = tl.where(finite, encode_float8(ratio, 3, 7, False, 448.0), 127)
-    scale = decode_float8(byte, 3, 7, False) * factor
+    scale = tl.where(finite, nearest_float(ratio, 448.0, 3, 7, False, False), float("nan")) * factor
     usable = finite & (scale > 0)
     size = divide(x, tl.where(usable, scale, float("inf"))[:, None, None], INTERPRETED)
-    sign = (tl.where(size == size, size, 0.0).to(tl.int32, bitcast=True) >> 28) & 8
-    found = encode_magnitude(tl.minimum(tl.abs(size), tl.where(usable, 6.0, 0.0)[:, None, None]), 1, 1, AWAY) | sign
+    number = nearest_float(size, tl.where(usable, 6.0, 0.0)[:, None, None], 1, 1, False, AWAY)
     end = 6.0 * scale
     finish_groups(
-        x, decode_e2m1(found) * scale[:, None, None], 0.0 - end, end, up, out, row, column, N, K, GROUP, BACKWARD,
+        x, number * scale[:, None, None], 0.0 - end, end, up, out, row, column, N, K, GROUP, BACKWARD,
         WHOLE, INTERPRETED, R, C,
     )  # fmt: skip
 
@@ -321,10 +340,9 @@ def fake_tile(
             ratio = tl.where(ratio == ratio, ratio, 0.0)
         if ELEMENT == FLOAT8:
             if CAST:
-                code = ratio.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+                number = ratio.to(tl.float8e4nv).to(tl.float32)
             else:
-                code = encode_float8(ratio, MANTISSA, BIAS, FNUZ, LARGEST)
-            number = decode_float8(code, MANTISSA, BIAS, FNUZ)
+                number = nearest_float(ratio, LARGEST, MANTISSA, BIAS, FNUZ, False)
         else:
             number = whole_between(ratio, LEAST - z, MOST - z)
         value = number * scale
@@ -360,11 +378,11 @@ def fake_rows_kernel(
     if ROWS == 2:
         row = tl.program_id(0) * SIDE
         end = tl.minimum(row + SIDE, N)
-        most = tl.zeros((R, C), tl.float32)
+        most = tl.zeros((R, C // 4), tl.uint32)
         for part in range(row, end, R):
             x = load_weights(w, row_stride, column_stride, part, first, N, K, WHOLE, INTERPRETED, R, C)
-            most = max_or_nan(most, tl.abs(x))
-        bits = tl.max(tl.max(abs_bits(most), axis=1), axis=0)
+            most = tl.maximum(most, largest_of_four(x))
+        bits = tl.max(tl.max((most >> 1).to(tl.int32), axis=1), axis=0)
         low, high = bits.to(tl.float32), bits.to(tl.float32)
     elif ROWS == 0:
         at = tl.arange(0, PARTS)
@@ -373,13 +391,13 @@ def fake_rows_kernel(
         row = tl.program_id(0) * R
     else:
         row = tl.program_id(0) * R
-        most, least, top = tl.zeros((R, C), tl.float32), tl.zeros((R, C), tl.float32), tl.zeros((R, C), tl.float32)
+        most, least, top = tl.zeros((R, C // 4), tl.uint32), tl.zeros((R, C), tl.float32), tl.zeros((R, C), tl.float32)
         for column in range(0, K, C):
             x = load_weights(w, row_stride, column_stride, row, column, N, K, WHOLE, INTERPRETED, R, C)
-            most = max_or_nan(most, tl.abs(x))
+            most = tl.maximum(most, largest_of_four(x))
             if not SYMMETRIC:
                 least, top = tl.minimum(least, x), tl.maximum(top, x)
-        bits = tl.max(abs_bits(most), axis=1)
+        bits = tl.max((most >> 1).to(tl.int32), axis=1)
         low, high = bits.to(tl.float32), bits.to(tl.float32)
         if not SYMMETRIC:
             low, high = tl.min(least, axis=1), tl.max(top, axis=1)
