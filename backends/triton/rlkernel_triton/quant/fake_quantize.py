@@ -47,6 +47,8 @@ from rlkernel_triton.quant.quantize_kernels import absmax_kernel
 from rlkernel_triton.quant.tile_config import machine
 
 BLOCK: Final = 128  # rows and columns that share a scale in the formats of blocks
+BLOCK_ROWS: Final = 64  # of a block that a program of BLOCK_WARPS warps reads at once: four loads of 16 bytes a thread,
+BLOCK_WARPS: Final = 8  # and so few programs at a time that the second reading is from L1
 _CELLS: Final[dict[tuple[QuantSpec, torch.device], Tensor]] = {}
 
 
@@ -161,7 +163,7 @@ class _Host:
     def _rows(self, weight: Tensor, out: Tensor, up: Tensor | None) -> None:
         """A scale for each row, for each block of 128 x 128, or for the whole weight."""
         spec, (N, K) = self._spec, weight.shape
-        R, C = (16, BLOCK) if spec.rows == BLOCK else ROW_TILE
+        R, C = (BLOCK_ROWS, BLOCK) if spec.rows == BLOCK else ROW_TILE
         if spec.rows == 1:  # long tiles that need no masks; not for one scale in all, which reads a number a tile
             R, C = next(((2048 // c, c) for c in (2048, 1024) if K % c == 0 and N % (2048 // c) == 0), ROW_TILE)
         side = BLOCK if spec.rows == BLOCK else R
@@ -171,7 +173,8 @@ class _Host:
             form = FLOAT8.get(spec.element)
             given = _tile_arguments(weight, N, K, R, C)
             rows = launcher.bind(
-                kernels.fake_rows_kernel, num_warps=4, any_alignment=_ARRIVING, **given,
+                kernels.fake_rows_kernel, num_warps=BLOCK_WARPS if spec.rows == BLOCK else 4,
+                any_alignment=_ARRIVING, **given,
                 largest=_LARGEST.get(spec.scale_rule) or (form.max if form else 1.0), parts=tiles,
                 ROWS={0: 0, 1: 1, BLOCK: 2}[spec.rows], SIDE=side, **formats.Element.of(spec).constants,
                 SCALE_TYPE=_SCALE_TYPES[spec.scale_dtype], SYMMETRIC=spec.symmetric,

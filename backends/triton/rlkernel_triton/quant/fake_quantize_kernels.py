@@ -318,12 +318,15 @@ def fake_kquants_kernel(
 
 @triton.jit
 def fake_tile(
-    x, scale, divisor, usual, z, up, out, row, column, N, K, ELEMENT: tl.constexpr, LEAST: tl.constexpr,
+    x, scale, divisor, z, up, out, row, column, N, K, ELEMENT: tl.constexpr, LEAST: tl.constexpr,
     MOST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr,
     CAST: tl.constexpr, BACKWARD: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile [R, C], or its gradient. `usual`: no divisor is inf."""
+    """Write a tile [R, C], or its gradient.
+
+    Where a divisor is inf, the scale is NaN, or it is 0 and every x so small that `divide` makes less than a step of it.
+    """
     if BACKWARD:
         if ELEMENT == FLOAT8:
             end = LARGEST * scale
@@ -333,11 +336,7 @@ def fake_tile(
         value = load_weights(up, K, 1, row, column, N, K, WHOLE, INTERPRETED, R, C)
         value = tl.where(cut, 0.0, value)
     else:
-        if usual:
-            ratio = divide(x, divisor, INTERPRETED)
-        else:
-            ratio = tl.div_rn(x, divisor + tl.zeros_like(x))
-            ratio = tl.where(ratio == ratio, ratio, 0.0)
+        ratio = divide(x, divisor, INTERPRETED)
         if ELEMENT == FLOAT8:
             if CAST:
                 number = ratio.to(tl.float8e4nv).to(tl.float32)
@@ -382,7 +381,7 @@ def fake_rows_kernel(
         for part in range(row, end, R):
             x = load_weights(w, row_stride, column_stride, part, first, N, K, WHOLE, INTERPRETED, R, C)
             most = tl.maximum(most, largest_of_four(x))
-        bits = tl.max(tl.max((most >> 1).to(tl.int32), axis=1), axis=0)
+        bits = tl.max((most >> 1).to(tl.int32))
         low, high = bits.to(tl.float32), bits.to(tl.float32)
     elif ROWS == 0:
         at = tl.arange(0, PARTS)
@@ -405,23 +404,21 @@ def fake_rows_kernel(
     stored, divisor, z = scale_and_zero(low, high, bits, largest, SCALE, SYMMETRIC, POWER, INTERPRETED)
     scale = to_float32(stored, INTERPRETED)
     if ROWS == 1:
-        usual = tl.min((divisor < float("inf")).to(tl.int32), axis=0) == 1
         scale, divisor, z = scale[:, None], divisor[:, None], z[:, None]
     else:
-        usual = divisor < float("inf")
         one = tl.zeros((1, 1), tl.float32)
         scale, divisor, z = scale + one, divisor + one, z + one
     if ROWS == 2:
         for part in range(row, end, R):
             x = load_weights(w, row_stride, column_stride, part, first, N, K, WHOLE, INTERPRETED, R, C)
             fake_tile(
-                x, scale, divisor, usual, z, up, out, part, first, N, K, ELEMENT, LEAST, MOST, MANTISSA, BIAS, FNUZ,
+                x, scale, divisor, z, up, out, part, first, N, K, ELEMENT, LEAST, MOST, MANTISSA, BIAS, FNUZ,
                 LARGEST, CAST, BACKWARD, WHOLE, INTERPRETED, R, C,
             )  # fmt: skip
     else:
         for column in range(0, K, C):
             x = load_weights(w, row_stride, column_stride, row, column, N, K, WHOLE, INTERPRETED, R, C)
             fake_tile(
-                x, scale, divisor, usual, z, up, out, row, column, N, K, ELEMENT, LEAST, MOST, MANTISSA, BIAS, FNUZ,
+                x, scale, divisor, z, up, out, row, column, N, K, ELEMENT, LEAST, MOST, MANTISSA, BIAS, FNUZ,
                 LARGEST, CAST, BACKWARD, WHOLE, INTERPRETED, R, C,
             )  # fmt: skip
