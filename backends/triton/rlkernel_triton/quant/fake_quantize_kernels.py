@@ -72,7 +72,7 @@ def nearest_float(x, most, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.
     step = tl.full(binade.shape, 2.0**SHIFT, tl.float32)
     found = tl.fma(binade, 0.0 - step, tl.fma(binade, step, size))
     if AWAY:
-        half = binade * (0.5**(MANTISSA + 1))
+        half = binade * (0.5 ** (MANTISSA + 1))
         found = tl.where(size - found >= half, found + 2.0 * half, found)
     bits = found.to(tl.int32, bitcast=True) | (x.to(tl.int32, bitcast=True) & -2147483648)
     if FNUZ:  # no -0
@@ -325,7 +325,7 @@ def fake_tile(
 ):  # fmt: skip
     """Write a tile [R, C], or its gradient.
 
-    Where a divisor is inf, the scale is NaN, or it is 0 and every x so small that `divide` makes less than a step of it.
+    Where a divisor is inf, the scale is NaN, or it is 0 and each x so small that what `divide` makes of it rounds to 0.
     """
     if BACKWARD:
         if ELEMENT == FLOAT8:
