@@ -16,6 +16,7 @@ SPECS = [
     named("nf4", double_quant=True),
     *(named(f"gguf_q{kind}") for kind in ("4_0", "8_0", "4_k", "5_k", "6_k")),
     named("mxfp8", element="e5m2", scale_rule="rceil"),
+    *(named(name, rounding="away") for name in ("mxfp4", "nvfp4")),
     named("fp8_channel", element="e4m3fnuz"),
     named("fp8_block128", scale_rule="absmax/max_pow2"),
 ]
@@ -75,6 +76,14 @@ OF_BLOCKS = [(144, 256), (137, 130)]  # a last block of fewer rows, and of fewer
 def test_the_tile_of_a_weight_changes_no_bit(device, name, sizes) -> None:
     w = weight(*sizes, device, torch.float32)
     same(rlk.fake_quantize(w, name), reference.dequantize(reference.quantize(w, named(name)), dtype=torch.float32))
+
+
+@pytest.mark.parametrize("name", ["fp8_channel", "int8_channel", "fp8_block128", "mxfp8"])
+def test_weights_too_small_for_a_scale_become_zeros_of_the_sign_of_plain_torch(device, name) -> None:
+    w = torch.full((16, 256), 2.0**-149)
+    w[:, ::2] *= -1
+    found = rlk.fake_quantize(w.to(device), name)
+    same(found, reference.dequantize(reference.quantize(w.to(device), named(name)), dtype=torch.float32))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
