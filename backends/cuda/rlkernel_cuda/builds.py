@@ -125,19 +125,19 @@ def builds() -> Iterator[Build]:
             some = {"CAP": cap, "COUNTED": counted}
             yield Build(row_kernels.coefficient_kernel, f"coefficients {some}", types, {"ROWS": 256, **some})
             yield Build(row_kernels.saved_kernel, f"saved {some}", types, {"BN": 256, "TILES": 4, "LOOP": 16, **some})
-    divergence = {
+    divergence: dict[str, str] = {
         **dict.fromkeys(("sums", "scale", "t_scale", "values", "rows_back", "g"), "*fp32"), "mask": "*u1",
         **dict.fromkeys(("first", "second"), "*fp16"), "dz": "*bf16",
     }  # fmt: skip
     for kind, masked in product(("forward_kl", "reverse_kl"), (False, True)):
-        some = {"KIND": kind, "HAS_MASK": masked}
+        of_kind = {"KIND": kind, "HAS_MASK": masked}
         rows, tiles = MERGED
         for save in (False, True):
-            of = {**some, "SAVE": save, "ROWS": rows, "TILES": tiles}
-            yield Build(divergence_rows.merge_tiles_kernel, f"divergences {some} save={save}", divergence, of)
+            of = {**of_kind, "SAVE": save, "ROWS": rows, "TILES": tiles}
+            yield Build(divergence_rows.merge_tiles_kernel, f"divergences {of_kind} save={save}", divergence, of)
         tiles, loop = GRADIENT
-        of = {**some, "BN": COLS, "TILES": tiles, "LOOP": loop}
-        yield Build(divergence_rows.gradient_kernel, f"gradient of divergences {some}", divergence, of)
+        of = {**of_kind, "BN": COLS, "TILES": tiles, "LOOP": loop}
+        yield Build(divergence_rows.gradient_kernel, f"gradient of divergences {of_kind}", divergence, of)
     coded = {"x": "*bf16", "codes": "*u8", "scale": "*fp32", "M": "i32", "K": "i32", "stride": "i32"}
     yield Build(
         quantize_tokens.code_blocks,

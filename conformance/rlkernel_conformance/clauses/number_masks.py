@@ -27,6 +27,7 @@ SIZES: Final = (193, 130, 256, 300, 1283)  # one of several tiles
 TEMPERATURES: Final = (1.0, 0.5, 0.7, 1.7)
 RUN: Final = (64, 130)  # ids
 LEFT: Final = (1, 4)  # ids that "all but some" leaves
+BEST: Final = 6  # most likely ids that are asked for: some are masked
 
 
 @dataclass(frozen=True)
@@ -101,13 +102,17 @@ def near(subject: Subject, name: str, found: Tensor, want: oracle.Row, V: int, d
 
 @attack("LP-39", masked_rows, examples=(Masked(193, 0), Masked(1283, 8, temperature=0.5)), scale=0.5)
 def a_number_masks_as_minus_infinity_does(subject: Subject, case: Masked) -> None:
-    """Log-probability, and lse, entropy and gradients where claimed, of ids that are masked and of others."""
+    """Log-probability, and what else is claimed, of ids that are masked and of others."""
     if case.dtype not in subject.dtypes:
         return
     x, ids = case.tensors(subject.device)
     both = torch.stack((ids, ids.roll(1)), 1)
     for these in (ids, both) if "many_ids" in subject.claims else (ids,):
         agrees(subject, case, x, these)
+    if "top_logprobs" in subject.claims:
+        best = subject(x, ids, temperature=case.temperature, top_logprobs=BEST)
+        want = law_of(plain(x, "logits"), plain(best.top_ids, "top_ids"), case.temperature)
+        near(subject, "logprob", best.top_logprobs, want, case.V, case.dtype)
 
 
 def agrees(subject: Subject, case: Masked, x: Tensor, ids: Tensor) -> None:

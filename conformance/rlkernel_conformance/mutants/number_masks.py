@@ -89,6 +89,11 @@ OF_LOGITS: Final = {
         "0 * -inf in the entropy, where a masked logit over the temperature leaves fp32",
         plant.returns(entropy=lambda c, o: spoiled(o.entropy, quotient_overflows(c))),
     ),
+    "masked_best_are_minus_infinity": Bug(
+        "LP-39",
+        "log-probabilities of the most likely ids in base-2 units, which leave fp32 where an id is masked by a number",
+        plant.returns(top_logprobs=lambda c, o: torch.where(o.top_logprobs < LEAST, -torch.inf, o.top_logprobs)),
+    ),
 }
 OF_A_HEAD: Final = {
     "subtracts_a_rounded_maximum": Bug(

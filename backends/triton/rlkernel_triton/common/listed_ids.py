@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from rlkernel_triton.common.arithmetic import LN2, less_top, stored_as, tree_sum
+from rlkernel_triton.common.arithmetic import LN2, MAX_FLOAT, less_top, stored_as, tree_sum
 from rlkernel_triton.common.language import tl, triton
 from rlkernel_triton.common.softmax import dlogits, row_scale
 
@@ -81,6 +81,15 @@ def choose_listed(
     tl.store(chosen + row, tl.where(none, -1, id))
 
 
+@triton.jit
+def log_share(y, scale, top, log_total):
+    """ln p of ids by their logits, and by the top and the log2 of the total of their row."""
+    size = tl.where(tl.abs(top) < MAX_FLOAT, tl.abs(y * scale), 0.0)
+    beyond = (size == float("inf")) & (tl.abs(y) < float("inf"))  # of a finite logit that base-2 units do not hold
+    by_y = y * (scale * LN2) - (top + log_total) * LN2
+    return tl.where(beyond, by_y, (less_top(y, scale, top) - log_total) * LN2)
+
+
 @triton.jit(do_not_specialize=["N", "K"])
 def listed_logprobs(
     ids,  # [M]
@@ -109,8 +118,8 @@ def listed_logprobs(
         at = first + tl.arange(0, ENTRIES)
         id = tl.load(ids + from_row + at, mask=at < K, other=-1).to(tl.int64)
         there = is_id(id, whole, False)
-        z = less_top(tl.load(y + from_row + at, mask=there, other=0.0), scale, top) - log_total
-        x = tl.where(id == best, own, z * LN2)
+        of_id = log_share(tl.load(y + from_row + at, mask=there, other=0.0), scale, top, log_total)
+        x = tl.where(id == best, own, of_id)
         x = tl.where(there, x, tl.where(id == -1, 0.0, float("nan")))
         tl.store(logprob + from_row + at, tl.where(counted, x, 0.0), mask=at < K)
         tl.store(invalid + from_row + at, (counted & (id != -1) & (there == 0)).to(tl.int8), mask=at < K)

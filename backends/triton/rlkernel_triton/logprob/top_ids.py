@@ -13,8 +13,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from rlkernel_triton.common.arithmetic import LN2, cap, less_top, row_offset
+from rlkernel_triton.common.arithmetic import cap, row_offset
 from rlkernel_triton.common.language import tl, triton
+from rlkernel_triton.common.listed_ids import log_share
 from rlkernel_triton.common.row_layout import Rows
 from rlkernel_triton.common.softmax import row_scale
 from rlkernel_triton.launchers import piece_of, plain_launcher_for
@@ -78,8 +79,7 @@ def top_logprobs(
     y = load_logits(x0 + id * stride, inside, logits_scale(scales, row, EIGHT_BITS), EIGHT_BITS)
     if HAS_CAP:
         y = cap(y, softcap)
-    d = less_top(y, row_scale(T, row, HAS_T), tl.load(saved + row))
-    value = (d - tl.load(saved + N + row)) * LN2
+    value = log_share(y, row_scale(T, row, HAS_T), tl.load(saved + row), tl.load(saved + N + row))
     tl.store(to, tl.where(at == 0, tl.load(logprob + row), value), mask=inside)
 
 

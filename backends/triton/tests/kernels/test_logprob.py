@@ -79,6 +79,15 @@ def test_ids_that_are_masked_by_a_number_weigh_nothing(device, value) -> None:
     )
 
 
+@pytest.mark.parametrize("value", [-1e10, torch.finfo(torch.float32).min])
+def test_a_listed_id_that_is_masked_by_a_number_has_a_finite_log_probability(device, value) -> None:
+    x, _ = rows(2, 200, device)
+    x[:, 3:] = value
+    agree(x, torch.tensor([[1, 150], [150, 2]], device=device))
+    best = rlk.logprob(x, torch.tensor([1, 0], device=device), top_logprobs=5).top_logprobs
+    assert torch.equal(best[:, 3:], torch.full((2, 2), value, device=device))
+
+
 def test_a_temperature_without_meaning_spoils_its_own_row(device) -> None:
     x, ids = rows(4, 100, device)
     T = torch.tensor([1.0, 0.0, torch.inf, torch.nan], device=device)
