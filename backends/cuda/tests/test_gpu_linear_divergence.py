@@ -70,7 +70,17 @@ def test_values_and_gradients_match_float64(kind, backward, options, monkeypatch
     call = given(kind, backward, **options)
     found, want = results(linear_divergence, call), results(plain, wide(call))
     torch.testing.assert_close(found[0].double(), want[0], atol=2e-4, rtol=1e-5)
-    assert max(off(mine, right) for mine, right in zip(found[1:], want[1:], strict=True)) < 2.8e-3
+    bound = 2.8e-3 if backward == "recompute" else 3.3e-3  # of two roundings to bf16, or of three
+    assert max(off(mine, right) for mine, right in zip(found[1:], want[1:], strict=True)) < bound
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backward", ["recompute", "save"])
+def test_a_confident_student_keeps_the_digits_of_its_gradient(kind, backward) -> None:
+    call = given(kind, backward)
+    call["hidden"] = call["hidden"] * 4
+    found, want = results(linear_divergence, call), results(plain, wide(call))
+    assert off(found[1], want[1]) < 3.3e-3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -78,11 +88,11 @@ def test_values_and_gradients_match_float64(kind, backward, options, monkeypatch
 def test_a_student_that_nearly_is_the_teacher_keeps_its_digits(kind, backward) -> None:
     call = given(kind, backward, E=256)
     call["teacher"], call["teacher_weight"] = call["hidden"], call["weight"].clone()
-    call["weight"] = call["weight"] * (1 + 2**-7 * (torch.arange(5003, device="cuda")[:, None] % 2))
+    call["weight"] = (call["weight"] * (1 + 2**-7 * (torch.arange(5003, device="cuda")[:, None] % 2))).bfloat16()
     found, want = results(linear_divergence, call), results(plain, wide(call))
     assert float(want[0].max()) < 2e-3
     assert float(((found[0] - want[0]).abs() / want[0]).max()) < 1e-3
-    assert off(found[1], want[1]) < 3e-3
+    assert off(found[1], want[1]) < 3.3e-3
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -6,10 +6,12 @@
 // and (p, q) = REVERSE ? (w, v) : (v, w), per row and tile:
 //
 //   sums[tile][0..5]   the student's top, sum w, the teacher's top, sum v, sum p log(p / q) - p + q, sum p log(p / q)
-//   first              SAVE: fp16(w)
-//   second             SAVE: REVERSE fp16(log2(w / v)), else fp16(w - v)
+//   sums[tile][6]      SAVE and REVERSE: log2(w / v) of the student's top, its center
+//   first              SAVE: fp16(2^15 w)
+//   second             SAVE: REVERSE fp16(log2(w / v) - center), else fp16(2^15 (w - v))
 //
-// No term of the fifth sum is negative. A row has 256 numbers a tile in `first` and `second`, in the order in which threads
+// The gradient of a reverse KL has log(w / v) less the row's mean of it, where an id that holds most of the mass would lose
+// its digits but for the center. No term of the fifth sum is negative. A row has 256 numbers a tile in `first` and `second`, in the order in which threads
 // hold them: of 32 ids, id 8 j + 2 q + e at 8 q + 2 j + e. Sums are rounded in the same order with SAVE and without: every
 // operation that they are made of is written out.
 //
@@ -24,7 +26,7 @@ struct Build {
   static constexpr int group = GROUP;    // pairs of row tiles that share a tile of the weight
   static constexpr bool lag = LAG;       // a step's tiles are freed while the next step's matmuls run
 };
-constexpr float LN2 = 0.693147182f;
+constexpr float LN2 = 0.693147182f, SHIFT = 32768.f;  // fp16 ends at 65504
 constexpr float CLOSE = 0.09f;       // log2(p / q) where p log(p / q) - p + q is a series, as the rest would cancel
 constexpr float SERIES[3] = {0.240226507f, -0.0555041087f, 0.00961812911f};  // ln(2)^n / n! of 2^-x - 1 + x ln 2
 constexpr float FAR = -1e6f;         // base-2 units of an id that takes no part: its exponential is 0
@@ -79,6 +81,12 @@ __device__ __forceinline__ void multiply_all(float (&d)[128], int steps, u32 a0,
     free_step<Build::stages, Build::lag>(empty, at.stage, k > 0, thread);
   }
   free_last<Build::stages, Build::lag>(empty, at.stage, true, thread, d);
+}
+
+// A logit in base-2 units below the top.
+__device__ __forceinline__ float below(float y, float top, float scale) {
+  const float less = __fmul_rn(-top, scale);
+  return fabsf(less) < LARGE ? __fmaf_rn(y, scale, less) : __fmul_rn(__fsub_rn(y, top), scale);
 }
 
 // Two rows' tops, which the four lanes that share a row agree on; their logits become base-2 units below the top. Whether
@@ -159,10 +167,25 @@ __device__ __forceinline__ void replace_none(float (&z)[128], float4* mine, bool
   }
 }
 
+// log2(w / v) of a student's top, the largest where several ids are at the top: the four lanes that share a row agree.
+__device__ __forceinline__ float center_of(const float (&z)[128], int r, float top, float scale, const float4* mine) {
+  const float best = below(top, top, scale);
+  int place = -1;
+#pragma unroll
+  for (int j = 0; j < 64; j++) {
+    const int at = j / 2 * 4 + 2 * r + j % 2;
+    place = z[at] == best ? at : place;
+  }
+  float center = -infinity();
+  if (place >= 0) center = best - __ldcg((const float*)(mine + place / 4 * 128) + place % 4);
+  for (int x = 1; x < 4; x *= 2) center = fmaxf(center, __shfl_xor_sync(0xffffffffu, center, x));
+  return center == -infinity() ? 0.f : center;
+}
+
 // Both sides of two rows: z of the student, in registers, and the teacher's, which was put down.
 __device__ __forceinline__ void compare_rows(const float (&z)[128], const float4* mine, unsigned short* first,
                                              unsigned short* second, long long at, int down, const bool (&live)[2],
-                                             Sums (&sums)[2]) {
+                                             const float (&center)[2], Sums (&sums)[2]) {
   float there[2][16];  // the teacher's, of these 16 logits and of the next
   take(there[0], mine);
 #pragma unroll
@@ -185,9 +208,9 @@ __device__ __forceinline__ void compare_rows(const float (&z)[128], const float4
           const float term = fabsf(d) < CLOSE ? __fmul_rn(__fmul_rn(pd, d), series) : far;
           sums[r].w = __fadd_rn(sums[r].w, w[e]), sums[r].v = __fadd_rn(sums[r].v, v);
           sums[r].term = __fadd_rn(sums[r].term, term), sums[r].moment = __fadd_rn(sums[r].moment, pd);
-          other[e] = Build::reverse ? d : w[e] - v;
+          other[e] = Build::reverse ? d - center[r] : (w[e] - v) * SHIFT;
         }
-        if constexpr (Build::save) a[r][n] = packed_fp16(w[0], w[1]), b[r][n] = packed_finite(other[0], other[1]);
+        if constexpr (Build::save) a[r][n] = packed_fp16(w[0] * SHIFT, w[1] * SHIFT), b[r][n] = packed_finite(other[0], other[1]);
       }
 #pragma unroll
     for (int r = 0; r < 2; r++)  // sums are complete here, or what they are made of would take registers
@@ -247,7 +270,7 @@ compare(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, co
       const int col0 = tile * COLS + q * 2, r0 = (2 * pair + rank) * ROWS + me * 64 + thread / 32 * 16 + lane / 4;
       const bool live[2] = {r0 < N, r0 + 8 < N}, last = tile * COLS + COLS > V;
       float by[2] = {live[0] ? t_scale[r0] : 0.f, live[1] ? t_scale[r0 + 8] : 0.f}, d[128], top[2];
-      float* out = sums_out + (long long)tile * 6 * N + r0;
+      float* out = sums_out + (long long)tile * 7 * N + r0;
       multiply_all(d, t_steps, a0, b0, full, empty, thread, at);
       const bool t_odd = below_top(d, by, col0, V, last, top);
       if (q == 0 && live[0]) out[2 * N] = top[0];
@@ -262,7 +285,14 @@ compare(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, co
       const long long to = ((long long)r0 * tiles + tile) * COLS + q * 8;
       bool infinite[2] = {false, false};
       if (odd) replace_none(d, mine, infinite);
-      compare_rows(d, mine, first, second, to, 8 * tiles * COLS, live, sums);
+      float center[2] = {0.f, 0.f};
+      if constexpr (Build::save && Build::reverse) {
+#pragma unroll
+        for (int r = 0; r < 2; r++) center[r] = center_of(d, r, top[r], by[r], mine);
+        if (q == 0 && live[0]) out[6 * N] = center[0];
+        if (q == 0 && live[1]) out[6 * N + 8] = center[1];
+      }
+      compare_rows(d, mine, first, second, to, 8 * tiles * COLS, live, center, sums);
 #pragma unroll
       for (int r = 0; r < 2; r++) sums[r].term = infinite[r] ? infinity() : sums[r].term;
 #pragma unroll

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import c_int
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -21,7 +22,8 @@ from rlkernel_cuda.linear_logprob.plan import COLS, count_of, round_up
 from rlkernel_triton.launchers import Launcher
 
 SOURCE: Final = Path(__file__).with_name("compare.cu")
-SUMS: Final = 6  # of a row and tile
+SUMS: Final = 7  # of a row and tile
+TILE: Final = replace(PAIR, group=16)
 BACK: Final = 2  # numbers of a row that the gradient reads
 PUT_DOWN: Final = 128 * COLS  # fp32 numbers of a block of compare.cu: its tile of the teacher's logits
 MERGED: Final = (16, 32)  # rows, and tiles at a time, of a program that merges tiles
@@ -71,14 +73,14 @@ TilesLaunch = Callable[[Side, Side, Tensor, Kept], None]  # student, teacher, wh
 
 def bind_tiles(form: Form, device: torch.device) -> TilesLaunch:
     """The launch of compare.cu."""
-    rows = PAIR.consumers * PAIR.rows
-    shared, index = PAIR.stages * (rows + PAIR.cols) * PAIR.depth * 2, driver.index_of(device)
-    flags = {"REVERSE": form.kind == "reverse_kl", "SAVE": form.save, **driver.shape(PAIR)}
+    rows = TILE.consumers * TILE.rows
+    shared, index = TILE.stages * (rows + TILE.cols) * TILE.depth * 2, driver.index_of(device)
+    flags = {"REVERSE": form.kind == "reverse_kl", "SAVE": form.save, **driver.shape(TILE)}
     kernel = driver.function(SOURCE, tuple(f"-D{name}={int(x)}" for name, x in flags.items()), "compare", shared, index)
-    numbers = (form.n, form.V, *(count_of(depth, PAIR.depth) for depth in (form.D, form.E)))
+    numbers = (form.n, form.V, *(count_of(depth, TILE.depth) for depth in (form.D, form.E)))
     grid = driver.Blocks(multiprocessors(device) // 2 * 2, 384, shared)
     launch = driver.Launch(kernel, grid, index, [c_int(x) for x in numbers])
-    known = [driver.Matrix(box, PAIR.depth) for box in (rows, PAIR.cols // 2) * 2]
+    known = [driver.Matrix(box, TILE.depth) for box in (rows, TILE.cols // 2) * 2]
 
     def run(student: Side, teacher: Side, put_down: Tensor, into: Kept) -> None:
         given = (student.hidden, student.weight, teacher.hidden, teacher.weight)

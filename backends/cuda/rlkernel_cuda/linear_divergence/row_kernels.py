@@ -3,7 +3,7 @@
 A KL is that of the masses of the tiles, and for each tile its mass times its own KL (chain rule). With w and v what
 compare.cu kept of a logit, A and B factors of the tile that make laws of them, KL the row's and 1/T the student's:
 
-    reverse_kl   dz = A w (log(w / v) + log(A / B) - KL) / T
+    reverse_kl   dz = A w (log(w / v) - center + (center + log(A / B) - KL)) / T
     forward_kl   dz = ((A - B) w + B (w - v)) / T
 
 both of which keep their digits where the two sides nearly agree.
@@ -20,7 +20,8 @@ from rlkernel_triton.divergence.running_kl import conditional_kl, share
 from rlkernel_triton.divergence.terms import term_and_derivative
 
 NONE = tl.constexpr(float("-inf"))
-SUMS = tl.constexpr(6)  # of a row and tile
+UNSHIFT = tl.constexpr(1 / 32768)  # compare.cu keeps exponentials times 2^15
+SUMS = tl.constexpr(7)  # of a row and tile
 
 
 @triton.jit
@@ -99,7 +100,8 @@ def merge_tiles_kernel(
         if SAVE:
             if KIND == "reverse_kl":
                 tl.store(at, tl.exp2(of_s), mask=ok)
-                tl.store(at + N, tl.where(of_s == NONE, 0.0, (of_s - of_t) * LN2), mask=ok)
+                center = tl.load(at + 6 * N, mask=ok, other=0.0)
+                tl.store(at + N, tl.where(of_s == NONE, 0.0, (of_s - of_t + center) * LN2), mask=ok)
             else:
                 tl.store(at, tl.exp2(of_s) - tl.exp2(of_t), mask=ok)
                 tl.store(at + N, tl.exp2(of_t), mask=ok)
@@ -134,7 +136,7 @@ def gradient_kernel(
     counts = True
     if HAS_MASK:
         counts = tl.load(mask + row) != 0
-    up, mean = tl.load(g + row) * tl.load(rows_back + row), tl.load(rows_back + N + row)
+    up, mean = tl.load(g + row) * tl.load(rows_back + row) * UNSHIFT, tl.load(rows_back + N + row)
     for i in range(LOOP):
         tile = (tl.program_id(1) * LOOP + i) * TILES + tl.arange(0, TILES)
         here = tile * BN < V
