@@ -33,7 +33,7 @@ from cdna_simulator.formats import (
 from cdna_simulator.integers import Compute
 from cdna_simulator.lanes import sdwa
 from cdna_simulator.operands import Reader, Step, f16, f32, u32, unknown
-from cdna_simulator.vector import Destination, three, whole_number
+from cdna_simulator.vector import Destination, largest, median, smallest, three, whole_number
 from cdna_simulator.waves import Waves
 
 FNUZ: Final = frozenset({"gfx940", "gfx941", "gfx942"})
@@ -67,7 +67,7 @@ PACK: Final[Mapping[str, Compute]] = {
 }
 PAIRS: Final[Mapping[str, Compute]] = {"v_pk_add_f32": np.add, "v_pk_mul_f32": np.multiply, "v_pk_fma_f32": fma}
 HALVES: Final[Mapping[str, Compute]] = {
-    "v_pk_add_f16": np.add, "v_pk_mul_f16": np.multiply, "v_pk_max_f16": np.fmax, "v_pk_min_f16": np.fmin,
+    "v_pk_add_f16": np.add, "v_pk_mul_f16": np.multiply, "v_pk_max_f16": largest, "v_pk_min_f16": smallest,
     "v_pk_maximum3_f16": three(np.maximum), "v_pk_minimum3_f16": three(np.minimum),
 }  # fmt: skip
 SHORTS: Final[Mapping[str, Compute]] = {
@@ -75,7 +75,9 @@ SHORTS: Final[Mapping[str, Compute]] = {
     "v_pk_lshrrev_b16": lambda a, b: b >> (a & I32(15)), "v_pk_lshlrev_b16": lambda a, b: b << (a & I32(15)),
 }  # fmt: skip
 HALF: Final[Mapping[str, Compute]] = {
-    "v_add_f16": np.add, "v_sub_f16": np.subtract, "v_mul_f16": np.multiply, "v_max_f16": np.fmax, "v_min_f16": np.fmin,
+    "v_add_f16": np.add, "v_sub_f16": np.subtract, "v_mul_f16": np.multiply,
+    "v_max_f16": largest, "v_min_f16": smallest,
+    "v_max3_f16": three(largest), "v_min3_f16": three(smallest), "v_med3_f16": median,
 }  # fmt: skip
 _SOURCES: Final = ("op_sel", "op_sel_hi", "neg_lo", "neg_hi")
 

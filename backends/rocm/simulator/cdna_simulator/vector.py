@@ -51,6 +51,24 @@ def _median(least: Compute, most: Compute) -> Compute:
     return lambda a, b, c: most(least(a, b), least(most(a, b), c))
 
 
+def largest(a: Any, b: Any) -> Any:
+    """The larger float: the other one where one is NaN, and +0 of two zeros of which one is."""
+    most = np.fmax(a, b)
+    return most if np.all(most) else np.where((most == 0) & (a == b), a + b, most)
+
+
+def smallest(a: Any, b: Any) -> Any:
+    """The smaller float: the other one where one is NaN, and -0 of two zeros of which one is."""
+    return -largest(-a, -b)
+
+
+def median(a: Any, b: Any, c: Any) -> Any:
+    """The second largest of three floats; the smallest that is a number where one is NaN."""
+    most = three(largest)(a, b, c)
+    second = np.where(most == a, largest(b, c), np.where(most == b, largest(a, c), largest(a, b)))
+    return np.where(np.isnan(a) | np.isnan(b) | np.isnan(c), three(smallest)(a, b, c), second)
+
+
 INTEGER: Final[Mapping[str, Compute]] = {
     "v_mov_b32": lambda a: a,
     "v_accvgpr_read_b32": lambda a: a,
@@ -127,8 +145,8 @@ def _exact(compute: Compute) -> Compute:
 BOTH: Final[Mapping[str, Compute]] = {
     "add": np.add,
     "mul": np.multiply,
-    "max": np.fmax,
-    "min": np.fmin,
+    "max": largest,
+    "min": smallest,
     "rcp": _exact(lambda x: 1 / x),
     "rsq": _exact(lambda x: 1 / np.sqrt(x)),
     "sqrt": _exact(np.sqrt),
@@ -142,9 +160,9 @@ FLOAT: Final[Mapping[str, Compute]] = {
     **{f"v_{name}_f32": compute for name, compute in BOTH.items()},
     "v_sub_f32": np.subtract,
     "v_subrev_f32": lambda a, b: b - a,
-    "v_max3_f32": three(np.fmax),
-    "v_min3_f32": three(np.fmin),
-    "v_med3_f32": _median(np.fmin, np.fmax),
+    "v_max3_f32": three(largest),
+    "v_min3_f32": three(smallest),
+    "v_med3_f32": median,
     "v_maximum3_f32": three(np.maximum),
     "v_minimum3_f32": three(np.minimum),
     "v_fma_f32": fma,

@@ -344,6 +344,45 @@ def test_the_largest_of_three_halves_is_nan_where_one_is() -> None:
     assert [str(x) for x in found] == ["1.0", "0.0", "nan", "3.0"]
 
 
+@pytest.mark.parametrize("kind", [np.float16, np.float32])
+@pytest.mark.parametrize(
+    ("name", "operands", "want"),
+    [
+        ("max3", (1, -2, 3), "3.0"),
+        ("max3", (np.nan, -2, np.nan), "-2.0"),
+        ("max3", (np.nan, np.nan, np.nan), "nan"),
+        ("max3", (-0.0, 0.0, -0.0), "0.0"),
+        ("max3", (0.0, -0.0, -5), "0.0"),
+        ("max3", (-0.0, -0.0, -5), "-0.0"),
+        ("min3", (1, -2, 3), "-2.0"),
+        ("min3", (np.nan, np.nan, 3), "3.0"),
+        ("min3", (0.0, -0.0, 0.0), "-0.0"),
+        ("min3", (-0.0, 0.0, 5), "-0.0"),
+        ("min3", (0.0, 0.0, 5), "0.0"),
+        ("med3", (3, -2, 1), "1.0"),
+        ("med3", (2, 5, 5), "5.0"),
+        ("med3", (1, 2, np.nan), "1.0"),
+        ("med3", (np.nan, 2, 1), "1.0"),
+        ("med3", (-0.0, 0.0, 5), "0.0"),
+        ("med3", (0.0, -0.0, -5), "-0.0"),
+        ("med3", (-0.0, 0.0, -5), "0.0"),
+    ],
+)
+def test_of_three_floats_a_nan_is_left_out_and_zeros_are_ordered_by_sign(kind, name, operands, want) -> None:
+    w = waves()
+    for i, x in enumerate(operands):
+        w.v[i][...] = np.array(x, kind).view({2: np.uint16, 4: np.uint32}[kind().nbytes])
+    run(w, f"v_{name}_{'f16' if kind is np.float16 else 'f32'} v3, v0, v1, v2")
+    assert want == str(w.v[3][0, :1].view(kind)[0])
+
+
+def test_of_three_halves_the_bars_come_first() -> None:
+    w = waves()
+    w.v[0][...], w.v[1][...] = (np.array(x, np.float16).view(np.uint16) for x in (-3, 2))
+    run(w, "v_max3_f16 v2, |v0|, 0, |v1|", "v_min3_f16 v3, -v0, 1.0, v1")
+    assert [str(w.v[i][0, :1].view(np.float16)[0]) for i in (2, 3)] == ["3.0", "1.0"]
+
+
 @pytest.mark.parametrize(
     "line", ["v_frobnicate_b32 v0, v1", "s_frobnicate s0, s1", "v_add_u32_e64 v0, v1, v2 banana:1"]
 )
