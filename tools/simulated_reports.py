@@ -2,8 +2,10 @@
 
     python tools/simulated_reports.py gfx942 whiten logprob
     python tools/simulated_reports.py gfx942 --jobs 14 --to $OUT   # every operator, on many cores
+    python tools/simulated_reports.py gfx942 sample --missing --within 600
 
-The first adds to conformance/reports/rocm-simulated-gfx942.
+The first adds to conformance/reports/rocm-simulated-gfx942. The last goes on where an
+earlier run had no time left.
 
 A simulator takes minutes where a GPU takes milliseconds, and compilers some more: the profile "toy" draws as many cases
 a clause as "quick", fewer where a case is a batch of draws or a weight, and waits longer for an answer.
@@ -12,11 +14,12 @@ a clause as "quick", fewer where a case is a batch of draws or a weight, and wai
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 ROOT = Path(__file__).resolve().parents[1]
 ROCM: Final = ROOT / "backends" / "rocm"
@@ -29,7 +32,7 @@ if __name__ == "__main__":
     before = filter(None, [os.environ.get("PYTHONPATH")])
     os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, PATHS), *before])  # of the processes that attack
 
-from rlkernel_conformance.documents import put
+from rlkernel_conformance.documents import found, put
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.run import Progress, run
 from rlkernel_triton.claims import CLAIMS
@@ -48,11 +51,16 @@ def tell(progress: Progress) -> None:
     print(f"{at} {o.op} {o.clause} {o.status} ({effort}) {o.message[:300]}", flush=True)
 
 
-def judged(arch: str, op: str, jobs: int) -> dict[str, Any]:
-    """A report on one operator."""
+def judge(arch: str, op: str, folder: Path, jobs: int, within: float, *, missing: bool) -> bool:
+    """Hold a backend to an operator, or to the clauses that its report lacks; tells whether any faulted."""
     effort = replace(TOY, examples=FEW) if op in COSTLY else TOY
+    earlier = found(folder) if missing else None
     manifest = f"rlkernel_rocm.simulated.{arch}:backend"
-    return run(f"simulated-{arch}", effort, ops=(op,), jobs=jobs, manifest=manifest, watch=tell)
+    new = run(
+        f"simulated-{arch}", effort, ops=(op,), jobs=jobs, manifest=manifest, watch=tell, within=within, earlier=earlier
+    )
+    put(new, folder)
+    return bool(new["summary"]["fault"])
 
 
 def main(arguments: list[str]) -> None:
@@ -62,15 +70,16 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("ops", nargs="*", help="default: all that have kernels")
     parser.add_argument("--jobs", type=int, default=1, help="processes that attack")
     parser.add_argument("--to", type=Path, default=REPORTS, help="folder of the report's folder")
+    parser.add_argument("--missing", action="store_true", help="only what the report lacks, or has of older sources")
+    parser.add_argument("--within", type=float, default=math.inf, help="seconds for each run; what is left is not run")
     asked = parser.parse_args(arguments)
     folder = asked.to / f"rocm-simulated-{asked.arch}"
     for op in asked.ops or [op for op, claim in CLAIMS.items() if claim.kernels]:
-        new = judged(asked.arch, op, asked.jobs)
-        for _ in range(AGAIN):
-            if new["summary"]["fault"]:
-                print(f"{op}: again, with what was compiled", flush=True)
-                new = judged(asked.arch, op, asked.jobs)
-        put(new, folder)
+        for again in range(1 + AGAIN):
+            if again:
+                print(f"{op}: again what faulted, with what was compiled", flush=True)
+            if not judge(asked.arch, op, folder, asked.jobs, asked.within, missing=asked.missing or again > 0):
+                break
 
 
 if __name__ == "__main__":
