@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
+import rlkernel as rlk
 from rlkernel_core.spec.linear_divergence import LinearDivergenceCall
+from rlkernel_cuda import backend
 from rlkernel_cuda.linear_divergence import compare, launch
 from rlkernel_torch.linear_divergence import linear_divergence as plain
 
@@ -140,3 +142,20 @@ def test_a_teacher_without_a_head_is_refused_by_name() -> None:
     logits = LinearDivergenceCall(call["hidden"], call["weight"], torch.zeros(21, 521))
     assert "teacher_weight" in str(launch.fits(logits))
     assert launch.fits(LinearDivergenceCall(**call)) is None
+
+
+@pytest.mark.parametrize("backward", ["recompute", "save"])
+def test_a_compiled_step_has_the_bits_of_an_eager_one(backward) -> None:
+    call = given("reverse_kl", backward, mask="some", N=9)
+    leaves = [call.pop(name).clone().requires_grad_() for name in ("hidden", "weight")]
+
+    def step(hidden, weight):
+        return rlk.linear_divergence(hidden, weight, call["teacher"], **rest).mean()
+
+    rest = {name: x for name, x in call.items() if name != "teacher"}
+    cpu = backend.impls[[impl.op for impl in backend.impls].index("linear_divergence@1")]
+    cpu = cpu.model_copy(update={"requires": cpu.requires.model_copy(update={"device": "cpu", "arch": ()})})
+    with rlk.registered(backend.model_copy(update={"name": "emulated", "impls": (cpu,)})), rlk.use("emulated"):
+        eager = torch.autograd.grad(step(*leaves), leaves)
+        compiled = torch.autograd.grad(torch.compile(step, backend="aot_eager", fullgraph=True)(*leaves), leaves)
+    assert [torch.equal(a, b) for a, b in zip(eager, compiled, strict=True)] == [True, True]
