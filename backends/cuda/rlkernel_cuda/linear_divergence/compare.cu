@@ -184,7 +184,7 @@ __device__ __forceinline__ float center_of(const float (&z)[128], int r, float t
 
 // Both sides of two rows: z of the student, in registers, and the teacher's, which was put down.
 __device__ __forceinline__ void compare_rows(const float (&z)[128], const float4* mine, unsigned short* first,
-                                             unsigned short* second, long long at, int down, const bool (&live)[2],
+                                             unsigned short* second, long long at, long long down, const bool (&live)[2],
                                              const float (&center)[2], Sums (&sums)[2]) {
   float there[2][16];  // the teacher's, of these 16 logits and of the next
   take(there[0], mine);
@@ -292,7 +292,7 @@ compare(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, co
         if (q == 0 && live[0]) out[6 * N] = center[0];
         if (q == 0 && live[1]) out[6 * N + 8] = center[1];
       }
-      compare_rows(d, mine, first, second, to, 8 * tiles * COLS, live, center, sums);
+      compare_rows(d, mine, first, second, to, 8ll * tiles * COLS, live, center, sums);
 #pragma unroll
       for (int r = 0; r < 2; r++) sums[r].term = infinite[r] ? infinity() : sums[r].term;
 #pragma unroll
