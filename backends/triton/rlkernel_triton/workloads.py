@@ -474,6 +474,7 @@ _FAKED: Final = {
         for name in ("int4_g128", *_CODED, "gguf_q4_0", "nf4")
     },
     "nf4, ragged": Workload({"weight": _real(4100, 4100, dtype=BF16), "format": "nf4"}),
+    "fp8_block128, ragged": Workload({"weight": _real(4100, 4100, dtype=BF16), "format": "fp8_block128"}),
     "nf4, double_quant": Workload(
         {"weight": _real(4096, 4096, dtype=BF16), "format": QuantSpec.named("nf4", double_quant=True)}
     ),

@@ -24,10 +24,12 @@ from rlkernel_core.quant.mx import form_of
 from rlkernel_core.quant.spec import QuantSpec, spec_of
 from rlkernel_core.spec.fake_quantize import FakeQuantizeCall
 from rlkernel_core.spec.quantize import QuantizeCall
-from rlkernel_triton.common.host import lasting
+from rlkernel_triton.common.host import INTERPRETED, lasting
 from rlkernel_triton.common.language import triton
 from rlkernel_triton.launchers import Launch, Launcher, Plan, launcher_for
+from rlkernel_triton.launchers.specialization import aligned
 from rlkernel_triton.quant import fake_quantize_kernels as kernels
+from rlkernel_triton.quant import fake_rows_kernels as rows_kernels
 from rlkernel_triton.quant import formats
 from rlkernel_triton.quant.block_quantize_kernels import absmax_finite_kernel
 from rlkernel_triton.quant.dequantize import dequantized
@@ -47,8 +49,9 @@ from rlkernel_triton.quant.quantize_kernels import absmax_kernel
 from rlkernel_triton.quant.tile_config import machine
 
 BLOCK: Final = 128  # rows and columns that share a scale in the formats of blocks
-BLOCK_ROWS: Final = 64  # of a block that a program of BLOCK_WARPS warps reads at once: four loads of 16 bytes a thread,
-BLOCK_WARPS: Final = 8  # and so few programs at a time that the second reading is from L1
+BLOCK_ROWS: Final = 64  # of a block that a program reads at once, where it reads blocks twice
+BLOCK_WARPS: Final = 16  # of such a program; half of them where it keeps a block in registers
+SMALL_GROUP: Final = 32  # columns: groups so small are fastest with 16 elements a thread
 _CELLS: Final[dict[tuple[QuantSpec, torch.device], Tensor]] = {}
 
 
@@ -142,7 +145,7 @@ class _Host:
         table = spec.element in {"nf4", "fp4"}
         if table and K % spec.group:  # blocks go on from row to row
             weight, N, K = weight.reshape(1, N * K), 1, N * K
-        size, warps = (2048, 2) if table else (8192, 4)
+        size, warps = (2048, 2) if table else (4096, 8) if spec.group <= SMALL_GROUP else (8192, 4)
         R, C = (1, 2048) if N == 1 else _tile_of(N, K, spec.group, size)
         weight = _within_31_bits(weight, R, C)
 
@@ -163,9 +166,12 @@ class _Host:
     def _rows(self, weight: Tensor, out: Tensor, up: Tensor | None) -> None:
         """A scale for each row, for each block of 128 x 128, or for the whole weight."""
         spec, (N, K) = self._spec, weight.shape
+        if up is None and _in_words(spec, weight):
+            self._words(weight, out)
+            return
         R, C = (BLOCK_ROWS, BLOCK) if spec.rows == BLOCK else ROW_TILE
         if spec.rows == 1:  # long tiles that need no masks; not for one scale in all, which reads a number a tile
-            R, C = next(((2048 // c, c) for c in (2048, 1024) if K % c == 0 and N % (2048 // c) == 0), ROW_TILE)
+            R, C = next(((4096 // c, c) for c in (4096, 2048, 1024) if K % c == 0 and N % (4096 // c) == 0), ROW_TILE)
         side = BLOCK if spec.rows == BLOCK else R
         tiles, weight = triton.cdiv(N, side), _within_31_bits(weight, side, K)
 
@@ -173,14 +179,14 @@ class _Host:
             form = FLOAT8.get(spec.element)
             given = _tile_arguments(weight, N, K, R, C)
             rows = launcher.bind(
-                kernels.fake_rows_kernel, num_warps=BLOCK_WARPS if spec.rows == BLOCK else 4,
+                rows_kernels.fake_rows_kernel, num_warps=BLOCK_WARPS if spec.rows == BLOCK else 4,
                 any_alignment=_ARRIVING, **given,
                 largest=_LARGEST.get(spec.scale_rule) or (form.max if form else 1.0), parts=tiles,
                 ROWS={0: 0, 1: 1, BLOCK: 2}[spec.rows], SIDE=side, **formats.Element.of(spec).constants,
                 SCALE_TYPE=_SCALE_TYPES[spec.scale_dtype], SYMMETRIC=spec.symmetric,
                 POWER=spec.scale_rule == "absmax/max_pow2", **_numbers(spec), LARGEST=form.max if form else 0.0,
                 PARTS=triton.next_power_of_2(tiles) if spec.rows == 0 else 1,
-                CAST=spec.element == "e4m3fn" and machine(weight.device).casts, BACKWARD=up is not None,
+                CAST=_cast(spec, weight.device), BACKWARD=up is not None,
             )  # fmt: skip
             return launcher.bind(absmax_kernel, num_warps=4, **given) if spec.rows == 0 else None, rows
 
@@ -192,15 +198,33 @@ class _Host:
         grid = (tiles, triton.cdiv(K, C) if spec.rows == BLOCK else 1, 1)
         rows(grid, weight, out if up is None else up, out, partial)
 
+    def _words(self, weight: Tensor, out: Tensor) -> None:
+        """Whole blocks of 128 x 128, read once."""
+        spec, (N, K) = self._spec, weight.shape
+
+        def bound(launcher: Launcher) -> Launch:
+            form, constants = FLOAT8[spec.element], formats.Element.of(spec).constants
+            return launcher.bind(
+                rows_kernels.fake_words_kernel, num_warps=BLOCK_WARPS // 2, options=formats.EXACT,
+                row_stride=weight.stride(0), K=K, C=BLOCK, parts=BLOCK // rows_kernels.PART.value, largest=form.max,
+                POWER=spec.scale_rule == "absmax/max_pow2", **{n: constants[n] for n in ("MANTISSA", "BIAS", "FNUZ")},
+                LARGEST=form.max, CAST=_cast(spec, weight.device), INTERPRETED=INTERPRETED,
+            )  # fmt: skip
+
+        self._plan.get("words", bound)((N // BLOCK, K // BLOCK, 1), weight, out)
+
     def _blocks(self, weight: Tensor, out: Tensor, up: Tensor | None) -> None:
         """MX, NVFP4 and the k-quants."""
         spec, (N, K) = self._spec, weight.shape
-        R, C = _tile_of(N, K, spec.group, 4096)
+        size, warps = 4096, 4
+        if spec.group <= SMALL_GROUP:
+            size, warps = (2048, 4) if spec.format == "nvfp4" else (4096, 8)
+        R, C = _tile_of(N, K, spec.group, size)
         weight = _within_31_bits(weight, R, C)
 
         def bound(launcher: Launcher) -> tuple[Launch | None, Launch]:
             given = _tile_arguments(weight, N, K, R, C)
-            more: dict[str, Any] = {"any_alignment": _ARRIVING, "BACKWARD": up is not None, **given}
+            more: dict[str, Any] = {"any_alignment": _ARRIVING, "BACKWARD": up is not None, "num_warps": warps, **given}
             away = spec.rounding == "away"
             if spec.group == SUPER_BLOCK:
                 bits = {"int4": 4, "int5": 5, "int6": 6}[spec.element]
@@ -232,6 +256,19 @@ _SCALE_TYPES: Final = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 def _place(up: Tensor | None) -> str:
     return "forward" if up is None else "backward"
+
+
+def _cast(spec: QuantSpec, device: torch.device) -> bool:
+    return spec.element == "e4m3fn" and machine(device).casts
+
+
+def _in_words(spec: QuantSpec, weight: Tensor) -> bool:
+    """Whether `fake_words_kernel` reads the weight: whole blocks of bf16, two numbers in each aligned word."""
+    if spec.rows != BLOCK or weight.dtype != torch.bfloat16:
+        return False
+    (N, K), (row, column) = weight.shape, weight.stride()
+    whole = N % BLOCK == 0 and K % BLOCK == 0 and column == 1 and row % 2 == 0
+    return whole and K <= row < 2**31 // BLOCK and aligned(weight)
 
 
 def _numbers(spec: QuantSpec) -> dict[str, Any]:

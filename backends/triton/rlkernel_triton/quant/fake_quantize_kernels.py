@@ -5,8 +5,7 @@ fp32, rounded to nearest even, none contracted (launch with `enable_fp_fusion=Fa
 its scale to its values. BACKWARD: what is written is the upstream gradient, or 0 where the weight is beyond the values
 of its group's codes, whose scale is found again.
 
-Bytes: the weight once by groups and by blocks of a row, twice by rows and by 128 x 128 (the second time mostly from
-cache), and in all (`nvfp4` too); the result out. BACKWARD reads the gradient besides.
+Bytes: the weight once, twice in `nvfp4`; the result out. BACKWARD reads the gradient besides.
 
 Legend: N rows · K columns · R x C tile of a program · B groups of a tile, of GROUP columns each, in MANY runs of RUN.
 """
@@ -23,7 +22,6 @@ from rlkernel_triton.quant.block_quantize_kernels import (
     mx_scale,
 )
 from rlkernel_triton.quant.code_tiles import (
-    FLOAT8,
     FP4,
     NF4,
     decode_e8m0,
@@ -39,18 +37,10 @@ from rlkernel_triton.quant.quantize_kernels import (
     group_extremes,
     inverse_scale,
     load_groups,
-    load_weights,
     round_integers,
     scale_and_zero,
     signed_absmax,
 )
-
-
-@triton.jit
-def largest_of_four(x):
-    """[R, C / 4] uint32: twice the largest bits of |x| of four neighbors, which a thread has loaded together."""
-    found = x.to(tl.uint32, bitcast=True) << 1
-    return tl.max(tl.reshape(found, (x.shape[0], x.shape[1] // 4, 4)), axis=2)
 
 
 @triton.jit
@@ -314,111 +304,3 @@ def fake_kquants_kernel(
         value -= shift[:, None, None]
         one, other = one - shift, other - shift
     finish_groups(x, value, one, other, up, out, row, column, N, K, GROUP, BACKWARD, WHOLE, INTERPRETED, R, C)
-
-
-@triton.jit
-def fake_tile(
-    x, scale, divisor, z, up, out, row, column, N, K, ELEMENT: tl.constexpr, LEAST: tl.constexpr,
-    MOST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr, LARGEST: tl.constexpr,
-    CAST: tl.constexpr, BACKWARD: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr, R: tl.constexpr,
-    C: tl.constexpr,
-):  # fmt: skip
-    """Write a tile [R, C], or its gradient.
-
-    Where a divisor is inf, the scale is NaN, or it is 0 and each x so small that what `divide` makes of it rounds to 0.
-    """
-    if BACKWARD:
-        if ELEMENT == FLOAT8:
-            end = LARGEST * scale
-            cut = is_beyond(x, 0.0 - end, end)
-        else:
-            cut = is_beyond(x, (LEAST - z) * scale, (MOST - z) * scale)
-        value = load_weights(up, K, 1, row, column, N, K, WHOLE, INTERPRETED, R, C)
-        value = tl.where(cut, 0.0, value)
-    else:
-        ratio = divide(x, divisor, INTERPRETED)
-        if ELEMENT == FLOAT8:
-            if CAST:
-                number = ratio.to(tl.float8e4nv).to(tl.float32)
-            else:
-                number = nearest_float(ratio, LARGEST, MANTISSA, BIAS, FNUZ, False)
-        else:
-            number = whole_between(ratio, LEAST - z, MOST - z)
-        value = number * scale
-    n, k = (row + tl.arange(0, R)).to(tl.int64)[:, None], column + tl.arange(0, C)[None, :]
-    inside = (n < N) & (k < K)
-    if WHOLE:
-        inside = None
-    tl.store(out + n * K + k, round_to(value, out.dtype.element_ty, INTERPRETED), mask=inside)
-
-
-@triton.jit
-def fake_rows_kernel(
-    w,  # [N, K] real, any strides
-    row_stride, column_stride,
-    up, out,
-    largest,  # fp32: what the scale's rule divides by
-    partial,  # [parts] int32, with ROWS 0: what `absmax_kernel` wrote
-    N, K, parts,
-    R: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, SIDE: tl.constexpr, ELEMENT: tl.constexpr,
-    SCALE_TYPE: tl.constexpr, SYMMETRIC: tl.constexpr,
-    POWER: tl.constexpr,  # scales are powers of two
-    LEAST: tl.constexpr, MOST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr,
-    LARGEST: tl.constexpr,  # of the 8-bit float
-    PARTS: tl.constexpr,  # parts at most, a power of two
-    CAST: tl.constexpr,  # the GPU has an instruction for e4m3fn
-    BACKWARD: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """A scale per row (ROWS 1), per block of SIDE rows and C columns (ROWS 2), or one in all (ROWS 0).
-
-    Rows and blocks are read twice, tile by tile.
-    """
-    first = tl.program_id(1) * C
-    if ROWS == 2:
-        row = tl.program_id(0) * SIDE
-        end = tl.minimum(row + SIDE, N)
-        most = tl.zeros((R, C // 4), tl.uint32)
-        for part in range(row, end, R):
-            x = load_weights(w, row_stride, column_stride, part, first, N, K, WHOLE, INTERPRETED, R, C)
-            most = tl.maximum(most, largest_of_four(x))
-        bits = tl.max((most >> 1).to(tl.int32))
-        low, high = bits.to(tl.float32), bits.to(tl.float32)
-    elif ROWS == 0:
-        at = tl.arange(0, PARTS)
-        bits = tl.max(tl.load(partial + at, mask=at < parts, other=0), axis=0)
-        low, high = bits.to(tl.float32), bits.to(tl.float32)
-        row = tl.program_id(0) * R
-    else:
-        row = tl.program_id(0) * R
-        most, least, top = tl.zeros((R, C // 4), tl.uint32), tl.zeros((R, C), tl.float32), tl.zeros((R, C), tl.float32)
-        for column in range(0, K, C):
-            x = load_weights(w, row_stride, column_stride, row, column, N, K, WHOLE, INTERPRETED, R, C)
-            most = tl.maximum(most, largest_of_four(x))
-            if not SYMMETRIC:
-                least, top = tl.minimum(least, x), tl.maximum(top, x)
-        bits = tl.max((most >> 1).to(tl.int32), axis=1)
-        low, high = bits.to(tl.float32), bits.to(tl.float32)
-        if not SYMMETRIC:
-            low, high = tl.min(least, axis=1), tl.max(top, axis=1)
-    SCALE: tl.constexpr = tl.bfloat16 if SCALE_TYPE == 1 else tl.float16 if SCALE_TYPE == 2 else tl.float32
-    stored, divisor, z = scale_and_zero(low, high, bits, largest, SCALE, SYMMETRIC, POWER, INTERPRETED)
-    scale = to_float32(stored, INTERPRETED)
-    if ROWS == 1:
-        scale, divisor, z = scale[:, None], divisor[:, None], z[:, None]
-    else:
-        one = tl.zeros((1, 1), tl.float32)
-        scale, divisor, z = scale + one, divisor + one, z + one
-    if ROWS == 2:
-        for part in range(row, end, R):
-            x = load_weights(w, row_stride, column_stride, part, first, N, K, WHOLE, INTERPRETED, R, C)
-            fake_tile(
-                x, scale, divisor, z, up, out, part, first, N, K, ELEMENT, LEAST, MOST, MANTISSA, BIAS, FNUZ,
-                LARGEST, CAST, BACKWARD, WHOLE, INTERPRETED, R, C,
-            )  # fmt: skip
-    else:
-        for column in range(0, K, C):
-            x = load_weights(w, row_stride, column_stride, row, column, N, K, WHOLE, INTERPRETED, R, C)
-            fake_tile(
-                x, scale, divisor, z, up, out, row, column, N, K, ELEMENT, LEAST, MOST, MANTISSA, BIAS, FNUZ,
-                LARGEST, CAST, BACKWARD, WHOLE, INTERPRETED, R, C,
-            )  # fmt: skip

@@ -61,14 +61,14 @@ def test_values_and_clipped_gradients_have_the_bits_of_plain_torch(device, spec,
         same(d_w, gradient(w, spec, up))
 
 
-THREE_TILES = [(8, 2048), (8, 1024), (7, 1024)]
+TILES = [(7, 4096), (8, 2048), (8, 1024), (7, 1024)]
 OF_BLOCKS = [(144, 256), (137, 130)]  # a last block of fewer rows, and of fewer columns
 
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        *((name, sizes) for name in ("int8_channel", "nf4", "mxfp4") for sizes in THREE_TILES),
+        *((name, sizes) for name in ("int8_channel", "nf4", "mxfp4") for sizes in TILES),
         *(("fp8_block128", sizes) for sizes in OF_BLOCKS),
     ],
     ids=str,
@@ -76,6 +76,27 @@ OF_BLOCKS = [(144, 256), (137, 130)]  # a last block of fewer rows, and of fewer
 def test_the_tile_of_a_weight_changes_no_bit(device, name, sizes) -> None:
     w = weight(*sizes, device, torch.float32)
     same(rlk.fake_quantize(w, name), reference.dequantize(reference.quantize(w, named(name)), dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"scale_rule": "absmax/max_pow2"}, {"element": "e4m3fnuz"}, {"element": "e5m2"}], ids=str
+)
+@pytest.mark.parametrize("layout", ["whole", "of a wider weight", "rows of odd length", "column first", "ragged"])
+def test_a_block_of_bf16_has_the_same_bits_whether_it_is_read_as_words_or_not(device, layout, options) -> None:
+    wide = torch.stack([*weight(128, 774, device, torch.float32).split(258, 1)]).flatten(0, 1).bfloat16()  # [384, 258]
+    wide[128:256, :128] *= 2.0**-140  # subnormal: its scale is 0
+    wide[200, 200], wide[300, 100] = torch.inf, -torch.nan
+    w = {
+        "whole": wide[:, :256].contiguous(),
+        "of a wider weight": wide[:256, 2:],
+        "rows of odd length": wide[:, :257].contiguous()[:, :256],
+        "column first": wide[:256, :256].t(),
+        "ragged": wide[:300, :200],
+    }[layout]
+    spec = named("fp8_block128", **options)
+    for dtype in (torch.bfloat16, torch.float32):
+        expected = reference.dequantize(reference.quantize(w, spec), dtype=dtype)
+        same(rlk.fake_quantize(w, spec, dtype=dtype), expected)
 
 
 @pytest.mark.parametrize("name", ["fp8_channel", "int8_channel", "fp8_block128", "mxfp8"])
