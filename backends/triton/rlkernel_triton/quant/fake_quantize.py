@@ -145,7 +145,7 @@ class _Host:
         table = spec.element in {"nf4", "fp4"}
         if table and K % spec.group:  # blocks go on from row to row
             weight, N, K = weight.reshape(1, N * K), 1, N * K
-        size, warps = (2048, 2) if table else (4096, 8) if spec.group <= SMALL_GROUP else (8192, 4)
+        size, warps = (2048, 2) if table else (4096, 4) if spec.group <= SMALL_GROUP else (8192, 4)
         R, C = (1, 2048) if N == 1 else _tile_of(N, K, spec.group, size)
         weight = _within_31_bits(weight, R, C)
 
@@ -281,7 +281,7 @@ def _numbers(spec: QuantSpec) -> dict[str, Any]:
     return found
 
 
-def _cells_of(spec: QuantSpec, device: torch.device) -> Tensor:  # -> [3, 64] fp32
+def _cells_of(spec: QuantSpec, device: torch.device) -> Tensor:  # -> [192] fp32
     """The table of `kernels.nearest_value`; moved to a device once, since a copy from the host is a synchronization."""
     key = (spec, device)
     if key not in _CELLS:
@@ -289,8 +289,8 @@ def _cells_of(spec: QuantSpec, device: torch.device) -> Tensor:  # -> [3, 64] fp
         values = (table[:8] if spec.element == "fp4" else table).sort().values
         middles = (values[:-1] + values[1:]) / 2
         numbers = (middles * 16).round() + 16  # of the cells that hold them, all different
-        cells = torch.arange(64, device=values.device).unsqueeze(1)
+        cells = torch.arange(128, device=values.device).unsqueeze(1)
         own = torch.where(numbers == cells, middles, torch.inf).amin(1)
-        found = torch.stack([own, *(values[how(numbers, cells).sum(1)] for how in (torch.lt, torch.le))])
+        found = torch.cat([own[:64], values[(numbers < cells).sum(1)]])
         _CELLS[key] = lasting(lambda: {"cells": found.to(device)}, device)["cells"]
     return _CELLS[key]

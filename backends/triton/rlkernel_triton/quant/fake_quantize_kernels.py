@@ -27,7 +27,6 @@ from rlkernel_triton.quant.code_tiles import (
     decode_e8m0,
     round_to,
     to_float32,
-    with_sign,
 )
 from rlkernel_triton.quant.quantize_kernels import (
     EVEN,
@@ -74,15 +73,13 @@ def nearest_float(x, most, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.
 def nearest_value(x, cells):
     """fp32 entries of a table nearest to x in [-1, 1], a tie taking the lower, by cells of width 1/16.
 
-    `cells` [3, 64]: a number that lies in the cell, inf where there is none; the entry for what is no larger than it,
-    and for what is larger.
+    `cells` [192]: of 64 cells the middle between entries that lies in it, inf where there is none; of 128 the entry for
+    what is no larger than it. That for what is larger is the next cell's.
     """
     at = tl.reshape(tl.fma(x, 16.0 + tl.zeros_like(x), 12582928.0).to(tl.int32, bitcast=True) & 63, (x.numel,))
-    i = tl.arange(0, 64)
-    own = tl.reshape(tl.gather(tl.load(cells + i), at, 0), x.shape)
-    low = tl.reshape(tl.gather(tl.load(cells + 64 + i), at, 0), x.shape)
-    high = tl.reshape(tl.gather(tl.load(cells + 128 + i), at, 0), x.shape)
-    return tl.where(x > own, high, low)
+    own = tl.gather(tl.load(cells + tl.arange(0, 64)), at, 0)
+    at += (tl.reshape(x, (x.numel,)) > own).to(tl.int32)
+    return tl.reshape(tl.gather(tl.load(cells + 64 + tl.arange(0, 128)), at, 0), x.shape)
 
 
 @triton.jit
@@ -146,7 +143,7 @@ def fake_groups_kernel(
     row_stride, column_stride,
     up,  # [N, K] upstream gradient, with BACKWARD
     out,  # [N, K] out
-    cells,  # [3, 64] fp32, see `nearest_value`; with NF4 and FP4
+    cells,  # [192] fp32, see `nearest_value`; with NF4 and FP4
     largest,  # fp32: what the scale's rule divides by
     N, K,
     GROUP: tl.constexpr, R: tl.constexpr, C: tl.constexpr, ELEMENT: tl.constexpr,
@@ -177,7 +174,9 @@ def fake_groups_kernel(
     if ELEMENT == NF4:
         number = nearest_value(ratio, cells)
     elif ELEMENT == FP4:
-        number = with_sign(nearest_value(tl.abs(ratio), cells), tl.where(ratio < 0, 8, 0), 8)
+        ratio += 0.0  # no -0
+        bits = nearest_value(tl.abs(ratio), cells).to(tl.int32, bitcast=True)
+        number = (bits | (ratio.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True)
     elif FLOAT_ZERO:
         number = whole_between(ratio + z[:, None, None], LEAST + 0.0, MOST + 0.0) - z[:, None, None]
     else:
