@@ -6,6 +6,8 @@ import torch
 import rlkernel as rlk
 from rlkernel_core import quant as reference
 from rlkernel_core.quant import QuantSpec
+from rlkernel_triton.recorded import launched
+from rlkernel_triton.workloads import Workload
 
 named = QuantSpec.named
 SPECS = [
@@ -81,22 +83,32 @@ def test_the_tile_of_a_weight_changes_no_bit(device, name, sizes) -> None:
 @pytest.mark.parametrize(
     "options", [{}, {"scale_rule": "absmax/max_pow2"}, {"element": "e4m3fnuz"}, {"element": "e5m2"}], ids=str
 )
-@pytest.mark.parametrize("layout", ["whole", "of a wider weight", "rows of odd length", "column first", "ragged"])
+@pytest.mark.parametrize(
+    "layout", ["whole", "of a wider weight", "rows of odd length", "every second column", "ragged"]
+)
 def test_a_block_of_bf16_has_the_same_bits_whether_it_is_read_as_words_or_not(device, layout, options) -> None:
     wide = torch.stack([*weight(128, 774, device, torch.float32).split(258, 1)]).flatten(0, 1).bfloat16()  # [384, 258]
     wide[128:256, :128] *= 2.0**-140  # subnormal: its scale is 0
     wide[200, 200], wide[300, 100] = torch.inf, -torch.nan
+    wide[60, 200:202], wide[310, 200:202] = torch.tensor([0.7, 300]), torch.tensor([300, 0.7])  # the larger of a word
     w = {
         "whole": wide[:, :256].contiguous(),
         "of a wider weight": wide[:256, 2:],
         "rows of odd length": wide[:, :257].contiguous()[:, :256],
-        "column first": wide[:256, :256].t(),
+        "every second column": wide[:256, :256].repeat_interleave(2, dim=1)[:, ::2],
         "ragged": wide[:300, :200],
     }[layout]
     spec = named("fp8_block128", **options)
     for dtype in (torch.bfloat16, torch.float32):
         expected = reference.dequantize(reference.quantize(w, spec), dtype=dtype)
         same(rlk.fake_quantize(w, spec, dtype=dtype), expected)
+
+
+@pytest.mark.parametrize(("first", "kernel"), [(0, "fake_words_kernel"), (1, "fake_rows_kernel")])
+def test_a_weight_that_begins_within_a_word_is_not_read_as_words(first, kernel) -> None:
+    w = torch.zeros(256, 258, dtype=torch.bfloat16, device="meta")[:, first : first + 256]
+    builds = launched("fake_quantize", Workload({"weight": w, "format": "fp8_block128"}), "sm_90")
+    assert [kernel] == [build.kernel.partition(":")[2] for build in builds]
 
 
 @pytest.mark.parametrize("name", ["fp8_channel", "int8_channel", "fp8_block128", "mxfp8"])
