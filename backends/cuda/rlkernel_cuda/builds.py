@@ -109,12 +109,12 @@ def builds() -> Iterator[Build]:
         )
         there = dict.fromkeys(("G", "G_LSE", "G_ENTROPY"), flag)
         yield Build(row_kernels.upstream_kernel, f"upstream all={flag} counted={counted}", entered, {**there, **some})
-    for part in (False, True):
+    for part, biased in product((False, True), (False, True)):
         yield Build(
             row_kernels.merge_tiles_kernel,
-            "merge tiles of a part" if part else "merge tiles",
-            types,
-            {"ROWS": 32, "TILES": 32, "PART": part},
+            "merge tiles" + " of a part" * part + " bias" * biased,
+            {**types, "bias": "*fp32"},
+            {"ROWS": 32, "TILES": 32, "PART": part, "BIAS": biased},
         )
     yield Build(row_kernels.gather_kernel, "gather", types, {"COLS": 1024})
     yield Build(row_kernels.scatter_kernel, "scatter", {**types, "x": "*fp32"}, {"COLS": 1024})

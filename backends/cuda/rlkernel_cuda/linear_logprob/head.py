@@ -18,6 +18,7 @@ from rlkernel_cuda.linear_logprob.logits import LOG2E, Form, Into, Kind, Operand
 from rlkernel_cuda.linear_logprob.logits_kernel import GRAD, SAVE, STATS
 from rlkernel_cuda.linear_logprob.plan import COLS, ROWS, count_of, round_up
 from rlkernel_cuda.linear_logprob.row_kernels import (
+    LEAST_BIAS,
     chosen_kernel,
     clear_kernel,
     coefficient_kernel,
@@ -185,9 +186,9 @@ class Head:
             inverse, into.invalid.view(torch.int8), place, position, count,
         )  # fmt: skip
         rows = Rows(planes, marks, order, None if order is None else self._gathered(given.hidden, place, count))
-        x, w, bias = self._readable(given.hidden, given.weight, given.bias, rows.x)
+        x, w, bias, as_given = self._readable(given.hidden, given.weight, given.bias, rows.x)
         counted = (None, None) if order is None else (count, place)
-        of = Operands(x, w, bias, target, row_scale, inverse, *counted)
+        of = Operands(x, w, bias, as_given, target, row_scale, inverse, *counted)
         if self._direct:
             own_logprob, own_lse = into.logprob, into.lse
             own_entropy = own_entropy if into.entropy is None else into.entropy
@@ -211,9 +212,9 @@ class Head:
         counted = (None, None)
         if rows.order is not None:
             counted = (count, rows.order.unsafe_split_with_sizes([self.kind.N] * 2)[0])  # type: ignore[assignment]
-        x, w, bias = self._readable(hidden, weight, bias, rows.x)
+        x, w, bias, as_given = self._readable(hidden, weight, bias, rows.x)
         stats = SoftmaxStats(planes[0], planes[0], planes[0], *planes[1:5])
-        return Operands(x, w, bias, target, planes[5], planes[6], *counted), stats
+        return Operands(x, w, bias, as_given, target, planes[5], planes[6], *counted), stats
 
     def coefficients(self, state: ForwardState, upstream: tuple[Tensor | None, ...]) -> Tensor:
         """[4, P] coefficients of the gradient of a row's logits: lse2, ca, cb, and the chosen id's own gradient.
@@ -307,9 +308,13 @@ class Head:
 
     def _readable(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, gathered_rows: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        x = readable(hidden) if gathered_rows is None else gathered_rows
-        return x, readable(weight), None if bias is None else bias.to(torch.float32).contiguous()
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """x, w, bias and given_bias of `Operands`."""
+        x, w = readable(hidden) if gathered_rows is None else gathered_rows, readable(weight)
+        if bias is None:
+            return x, w, None, None
+        given = bias.to(torch.float32).contiguous()
+        return x, w, torch.where(given == float("-inf"), given, given.clamp_min(LEAST_BIAS)), given
 
     def _gathered(self, x: Tensor, place: Tensor, count: Tensor) -> Tensor:
         """[N, D] in the order of `place`, zeros from `count` on."""
@@ -335,7 +340,8 @@ class Head:
             some = stats if n == kind.N else SoftmaxStats(*[x.view(-1)[rows] for x in stats])
             top, stride = (tops, n) if saved is None else (saved.tops[0, rows.start :], saved.tops.stride(0))
             self._sum_tiles(of, rows, saved, (top, stride, sums, some.chosen))
-            self._merge_tiles(of, some, rows, of.target, top, sums, (self.tiles, stride), part=part)
+            parts = self.tiles, stride
+            self._merge_tiles(of, some, rows, of.target, top, sums, parts, bias=of.given_bias, part=part)
 
     def _sum_tiles(
         self, of: Operands, rows: slice, saved: Saved | None, into: tuple[Tensor, int, Tensor, Tensor]
@@ -356,24 +362,26 @@ class Head:
         every = gathered(torch.stack((*own, chosen)), ranks.group)  # [ranks, 4, N]
         stats.chosen[:N].copy_(every[:, 3].amax(0))
         top, sums = every[:, 0].contiguous(), every[:, 1:3].contiguous()
-        self._merge_tiles(of, stats, slice(0, N), whole, top, sums, (len(every), N), part=False)
+        self._merge_tiles(of, stats, slice(0, N), whole, top, sums, (len(every), N), bias=None, part=False)
         return whole
 
     def _merge_tiles(
         self, of: Operands, stats: SoftmaxStats, rows: slice, target: Tensor, tops: Tensor, sums: Tensor,
-        parts: tuple[int, int], *, part: bool,
+        parts: tuple[int, int], *, bias: Tensor | None, part: bool,
     ) -> None:  # fmt: skip
         n, (tiles, stride) = rows.stop - rows.start, parts
         row_scale = of.row_scale
         if n != self.kind.N:
             target, row_scale = target[rows], row_scale[rows]
         launch = self._plan.get(
-            f"merge {n} {tiles} {stride} {part}",
+            f"merge {n} {tiles} {stride} {part} {bias is None}",
             lambda launcher: launcher.bind(
-                merge_tiles_kernel, N=n, tiles=tiles, stride=stride, ROWS=_MERGED, TILES=_MERGED, PART=part
+                merge_tiles_kernel, N=n, tiles=tiles, stride=stride, ROWS=_MERGED, TILES=_MERGED, PART=part,
+                BIAS=bias is not None,
             ),
-        )
-        launch((count_of(n, _MERGED), 1, 1), tops, sums, stats.chosen, target, row_scale, *stats[:6])
+        )  # fmt: skip
+        given = row_scale if bias is None else bias
+        launch((count_of(n, _MERGED), 1, 1), tops, sums, stats.chosen, target, row_scale, given, *stats[:6])
 
     def _logits(self, form: Form) -> logits.LogitsLaunch:
         return self._plan.get(

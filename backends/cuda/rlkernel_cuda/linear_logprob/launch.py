@@ -295,7 +295,7 @@ def size_of(call: LinearLogprobCall | LinearPolicyLossCall, wanted: Wanted, *, m
     """
     hidden, weight, group = call.hidden, stored_head(call), call.group
     N, (V, D) = int(flat_ids(call.ids).numel()), map(int, weight.shape)
-    copied = 0 if call.bias is None else 16 * V  # in fp32, its gradient and a slice's share of that
+    copied = 0 if call.bias is None else 20 * V  # in fp32 twice, its gradient and a slice's share of that
     if group is not None:  # dX in fp32 until the ranks have added theirs, and what each says of a row
         copied += (4 * D * wanted.hidden + 32 * (group.size() + 1)) * N
     if not isinstance(hidden, FakeTensor):

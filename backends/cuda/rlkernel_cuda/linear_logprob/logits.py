@@ -43,7 +43,8 @@ class Operands(NamedTuple):
 
     x: Tensor  # [N, D] bf16, 16-byte rows
     w: Tensor  # [V, D] bf16, 16-byte rows
-    bias: Tensor | None  # [V] fp32
+    bias: Tensor | None  # [V] fp32, no finite number below LEAST_BIAS of row_kernels
+    given_bias: Tensor | None  # [V] fp32
     target: Tensor  # [N] int32; -1: none
     row_scale: Tensor  # [N] a logit times this is in base-2 units
     inverse: Tensor  # [N] logit_scale / T

@@ -14,15 +14,18 @@ from rlkernel_triton.common.arithmetic import log1p, softplus
 
 LN2 = tl.constexpr(0.6931471805599453)
 FAR = tl.constexpr(-1e30)  # the logits kernel's mark of a logit that takes no part
+LEAST_BIAS = -4e29  # finite biases below it are raised to it for that kernel: their probabilities are 0 as well
+_BIASED = tl.constexpr(0.9 * LEAST_BIAS)  # above a logit with such a bias, or with none
 
 
 @triton.jit(do_not_specialize=["N", "stride"])
 def merge_tiles_kernel(
     tops,  # [tiles, stride] largest y of a tile
     sums,  # [tiles, 2, N] sum of 2^(z - top), and of that times z - top, without the chosen id
-    chosen,  # [N] y of the chosen id
+    chosen,  # [N] y of the chosen id; one that a bias has taken far below others is stored anew
     target,  # [N] the chosen id; -1: none
     row_scale,  # [N] s2
+    bias,  # [V] fp32 as it was given, where BIAS
     logprob,  # [N] and so are all that follow
     lse,
     entropy,
@@ -35,6 +38,7 @@ def merge_tiles_kernel(
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
     PART: tl.constexpr,
+    BIAS: tl.constexpr,
 ):
     """Softmax statistics of each row; of a PART of the vocabulary, its partial sums alone. Grid: rows over ROWS.
 
@@ -60,30 +64,37 @@ def merge_tiles_kernel(
         A = k * (A + S * ((M - top) * s2)) + tl.sum(e * (a + s * d), 0)
         S = k * S + tl.sum(e * s, 0)
         M = top
+    own_id = tl.load(target + rows, mask=live, other=-1)
+    has = own_id >= 0
+    y = tl.load(chosen + rows, mask=live, other=0.0)
+    if BIAS:
+        far = live & has & (y < _BIASED)
+        y = tl.where(far, tl.load(bias + tl.where(far, own_id, 0), mask=far, other=0.0), y)
+        tl.store(chosen + rows, y, mask=far)
     if PART:
         tl.store(logprob + rows, M, mask=live)
         tl.store(lse + rows, S, mask=live)
         tl.store(entropy + rows, A, mask=live)
         return
     nobody = M <= 0.5 * FAR  # no id but the chosen one takes part
-    has = tl.load(target + rows, mask=live, other=-1) >= 0
-    y = tl.where(has, tl.load(chosen + rows, mask=live, other=0.0), -float("inf"))
-    forbidden = y <= 0.5 * FAR
+    y = tl.where(has, y, -float("inf"))
+    forbidden = y == -float("inf")
     z = tl.where(forbidden, FAR, y * s2)
+    beyond = (z == -float("inf")) & (forbidden == 0)  # of a finite logit that base-2 units do not hold
     others = tl.where(nobody, FAR, M * s2)
     S = tl.where(nobody, 0.0, S)
     A = tl.where(nobody, 0.0, A)
-    top = tl.maximum(others, z)
+    top = tl.where(nobody & (forbidden == 0), z, tl.maximum(others, z))
     k = tl.where(nobody, 0.0, tl.exp2(others - top))
     own = tl.where(forbidden, 0.0, tl.exp2(z - top))
-    A = k * (A + S * tl.where(nobody, 0.0, others - top)) + own * tl.where(forbidden, 0.0, z - top)
+    A = k * (A + S * tl.where(nobody, 0.0, others - top)) + own * tl.where(forbidden | beyond, 0.0, z - top)
     rest = k * S
     total = rest + own
     log_total = tl.where(z >= others, log1p(rest), tl.log(total))
     # No probabilities: every logit is -inf, or one is +inf or NaN. NaN passes through the sums by itself.
     all_forbidden = nobody & forbidden
     infinite = (float("inf") == M) | (y == float("inf"))
-    x = (others - z) * LN2 + tl.log(S)
+    x = tl.where(beyond, others * LN2 - y * (s2 * LN2), (others - z) * LN2) + tl.log(S)
     p = tl.where(nobody, 0.0, tl.where(forbidden, -float("inf"), 0.0 - softplus(x)))
     other = tl.where(nobody, 0.0, tl.where(forbidden, 1.0, 1.0 / (1.0 + tl.exp(-x))))
     nan = float("nan")

@@ -74,6 +74,25 @@ def test_values_and_gradients_match_float64(name, mode) -> None:
     agree(run(linear_logprob, given, backward=mode), run(reference, wide(given)))
 
 
+@pytest.mark.parametrize("mode", ["recompute", "save"])
+@pytest.mark.parametrize("number", [-1e9, -1e30, -2e38, torch.finfo(torch.float32).min])
+def test_ids_that_a_bias_masks_by_a_number_weigh_nothing_and_have_that_log_probability(number, mode) -> None:
+    given = case(V=521, bias=True)
+    given["bias"][4:300] = number  # a whole tile, and a part of the next
+    given["ids"][::2] = 5
+    given["ids"][1::2] = 400
+    agree(run(linear_logprob, given, backward=mode), run(reference, wide(given)))
+
+
+def test_an_id_that_is_all_that_a_bias_leaves_is_certain_whatever_the_bias() -> None:
+    given = case(N=2, V=40, bias=True)
+    given["bias"][:] = -torch.inf
+    given["bias"][7], given["ids"][:] = -2e38, 7
+    out = linear_logprob(**given, entropy=True)
+    assert out.logprob.tolist() == [0.0, 0.0]
+    assert out.entropy.tolist() == [0.0, 0.0]
+
+
 @pytest.mark.parametrize("scale", [0.5, 1.0, 2.5])
 def test_a_tile_in_which_no_id_is_left_changes_nothing(scale) -> None:
     given = case(V=513, bias=True, logit_scale=scale)  # the last tile has the chosen id alone
