@@ -169,9 +169,11 @@ class _Host:
         if up is None and _in_words(spec, weight):
             self._words(weight, out)
             return
-        R, C = (BLOCK_ROWS, BLOCK) if spec.rows == BLOCK else ROW_TILE
+        (R, C), warps = ((BLOCK_ROWS, BLOCK), BLOCK_WARPS) if spec.rows == BLOCK else (ROW_TILE, 4)
         if spec.rows == 1:  # long tiles that need no masks; not for one scale in all, which reads a number a tile
-            R, C = next(((4096 // c, c) for c in (4096, 2048, 1024) if K % c == 0 and N % (4096 // c) == 0), ROW_TILE)
+            size, warps = (4096, 4) if spec.element in FLOAT8 else (4096, 8) if spec.symmetric else (2048, 4)
+            widths = [c for c in (4096, 2048, 1024) if c <= size and K % c == 0 and N % (size // c) == 0]
+            R, C = (size // widths[0], widths[0]) if widths else ROW_TILE
         side = BLOCK if spec.rows == BLOCK else R
         tiles, weight = triton.cdiv(N, side), _within_31_bits(weight, side, K)
 
@@ -179,8 +181,7 @@ class _Host:
             form = FLOAT8.get(spec.element)
             given = _tile_arguments(weight, N, K, R, C)
             rows = launcher.bind(
-                rows_kernels.fake_rows_kernel, num_warps=BLOCK_WARPS if spec.rows == BLOCK else 4,
-                any_alignment=_ARRIVING, **given,
+                rows_kernels.fake_rows_kernel, num_warps=warps, any_alignment=_ARRIVING, **given,
                 largest=_LARGEST.get(spec.scale_rule) or (form.max if form else 1.0), parts=tiles,
                 ROWS={0: 0, 1: 1, BLOCK: 2}[spec.rows], SIDE=side, **formats.Element.of(spec).constants,
                 SCALE_TYPE=_SCALE_TYPES[spec.scale_dtype], SYMMETRIC=spec.symmetric,
