@@ -62,9 +62,9 @@ def linear_divergence(call: LinearDivergenceCall) -> Tensor:
 def prepare(call: LinearDivergenceCall) -> Callable[[LinearDivergenceCall], Tensor]:
     """What runs calls of this shape; see `rlkernel_core.spec.linear_divergence.LinearDivergenceCall`.
 
-    Memory beyond results and gradients: 128 KB a multiprocessor, and 20 bytes for each tile of 256 ids of a block's
-    rows; with gradients twice the block's logits in 16 bits, and with several blocks d_weight in fp32. "save" keeps the
-    gradient of all rows' logits, and backward a copy of hidden or d_hidden in fp32.
+    Memory beyond results and gradients: 128 KB a multiprocessor, and 28 bytes for each tile of 256 ids of a block's
+    rows; with gradients three numbers of 16 bits for each of the block's logits, and with several blocks d_weight in
+    fp32. "save" keeps the gradient of all rows' logits, and backward a copy of hidden or d_hidden in fp32.
     """
     if gradient_wanted("linear_divergence", call):
         return LinearDivergencePair(call)
