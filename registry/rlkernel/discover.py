@@ -69,7 +69,7 @@ class Ours(NamedTuple):
         return device in self.devices and self.kernels.has(op, arch)
 
 
-_HOPPER: Final = frozenset({"linear_logprob", "linear_policy_loss", "qmatmul", "sample"})
+_HOPPER: Final = frozenset({"linear_divergence", "linear_logprob", "linear_policy_loss", "qmatmul", "sample"})
 _PORTABLE: Final = frozenset(
     {
         "advantage", "affine_suffix_scan", "attention", "capture", "dequantize", "divergence", "fake_quantize", "glu",
