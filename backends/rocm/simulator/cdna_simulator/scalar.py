@@ -61,6 +61,8 @@ PLAIN: Final[Mapping[str, Entry]] = {
     "s_sext_i32_i16": (lambda a: a.astype(np.int16).astype(I32).view(U32), False),
     "s_abs_i32": (lambda a: np.abs(ints.as_signed(a)).view(U32), True),
     "s_pack_ll_b32_b16": (lambda a, b: (a & U32(0xFFFF)) | (b << U32(16)), False),
+    "s_pack_lh_b32_b16": (lambda a, b: (a & U32(0xFFFF)) | (b & U32(0xFFFF0000)), False),
+    "s_pack_hh_b32_b16": (lambda a, b: (a >> U32(16)) | (b & U32(0xFFFF0000)), False),
 }
 # 64 bits in and out; shifts take 32 bits as their second operand
 WIDE: Final[Mapping[str, Entry]] = {
