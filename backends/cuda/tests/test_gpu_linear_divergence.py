@@ -119,3 +119,15 @@ def test_a_row_without_a_divergence_is_nan_and_spoils_no_other(kind) -> None:
     assert torch.equal(found[0][others], right[0][others])
     assert found[1][~others].isnan().all()
     assert torch.equal(found[1][others], right[1][others])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("side", "head"), [("hidden", "weight"), ("teacher", "teacher_weight")])
+def test_a_row_whose_logits_are_all_minus_infinity_is_nan_and_so_is_its_gradient(kind, side, head) -> None:
+    call = given(kind, "save")
+    call[head][:, 0] = 1.0
+    call[side][3, 0] = -torch.inf
+    found, d_hidden, _ = results(linear_divergence, call)
+    bad = torch.arange(333, device="cuda") == 3
+    assert torch.equal(bad, found.isnan())
+    assert torch.equal(bad, d_hidden.isnan().any(1))

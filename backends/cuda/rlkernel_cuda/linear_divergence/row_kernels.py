@@ -105,6 +105,7 @@ def merge_tiles_kernel(
             else:
                 tl.store(at, tl.exp2(of_s) - tl.exp2(of_t), mask=ok)
                 tl.store(at + N, tl.exp2(of_t), mask=ok)
+    value = tl.where((log == log) & (t_log == t_log), value, float("nan"))  # all logits of a side are -inf
     if SAVE:
         tl.store(rows_back + row, tl.where(value < float("inf"), s2 * LN2, float("nan")), mask=live)
         tl.store(rows_back + N + row, mean, mask=live)

@@ -15,14 +15,14 @@ from rlkernel_triton.common.arithmetic import log1p, softplus
 LN2 = tl.constexpr(0.6931471805599453)
 FAR = tl.constexpr(-1e30)  # the logits kernel's mark of a logit that takes no part
 LEAST_BIAS = -4e29  # finite biases below it are raised to it for that kernel: their probabilities are 0 as well
-_BIASED = tl.constexpr(0.9 * LEAST_BIAS)  # above a logit with such a bias, or with none
+_BIASED = tl.constexpr(0.9 * LEAST_BIAS)  # logits below it hold a raised bias, or are FAR
 
 
 @triton.jit(do_not_specialize=["N", "stride"])
 def merge_tiles_kernel(
     tops,  # [tiles, stride] largest y of a tile
     sums,  # [tiles, 2, N] sum of 2^(z - top), and of that times z - top, without the chosen id
-    chosen,  # [N] y of the chosen id; one that a bias has taken far below others is stored anew
+    chosen,  # [N] y of the chosen id; where it holds a raised bias or is FAR, the logit is stored in its place
     target,  # [N] the chosen id; -1: none
     row_scale,  # [N] s2
     bias,  # [V] fp32 as it was given, where BIAS
@@ -69,7 +69,8 @@ def merge_tiles_kernel(
     y = tl.load(chosen + rows, mask=live, other=0.0)
     if BIAS:
         far = live & has & (y < _BIASED)
-        y = tl.where(far, tl.load(bias + tl.where(far, own_id, 0), mask=far, other=0.0), y)
+        of_bias = tl.load(bias + tl.where(far, own_id, 0), mask=far, other=0.0)
+        y = tl.where(far, tl.where(y == FAR, -float("inf"), of_bias), y)  # FAR also where the product is -inf
         tl.store(chosen + rows, y, mask=far)
     if PART:
         tl.store(logprob + rows, M, mask=live)

@@ -81,7 +81,7 @@ def given(kind, backward, N=21, D=16, E=24, V=521, **more):
 def results(run, call):
     leaves = [call[name].clone().requires_grad_() for name in ("hidden", "weight")]
     out = run(LinearDivergenceCall(**{**call, "hidden": leaves[0], "weight": leaves[1]}))
-    up = torch.linspace(-1, 2, out.numel())
+    up = torch.linspace(-1, 2, out.numel()).view(out.shape)
     return out.detach(), *torch.autograd.grad(out, leaves, up.to(out.dtype))
 
 
@@ -123,6 +123,39 @@ def test_a_student_that_nearly_is_the_teacher_keeps_the_digits_of_its_gradient(k
     found, want = results(launch.linear_divergence, call), results(plain, wide(call))
     assert float(want[0].max()) < 1e-3
     assert (found[1].double() - want[1]).norm() / want[1].norm() < 1e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("side", "head"), [("hidden", "weight"), ("teacher", "teacher_weight")])
+def test_a_row_whose_logits_are_all_minus_infinity_is_nan_and_so_is_its_gradient(kind, side, head) -> None:
+    call = given(kind, "save", N=3)
+    call[head][:, 0] = 1.0
+    call[side][1, 0] = -torch.inf
+    found, d_hidden, _ = results(launch.linear_divergence, call)
+    assert [False, True, False] == found.isnan().tolist()
+    assert d_hidden[1].isnan().all()
+    assert not d_hidden[::2].isnan().any()
+
+
+@pytest.mark.parametrize("backward", ["recompute", "save"])
+def test_hidden_states_of_one_token_without_a_row_dimension_give_one_number(backward) -> None:
+    call = given("forward_kl", backward, N=1)
+    rows = results(launch.linear_divergence, call)
+    one = results(launch.linear_divergence, {**call, "hidden": call["hidden"][0], "teacher": call["teacher"][0]})
+    assert [(), (16,)] == [tuple(x.shape) for x in one[:2]]
+    assert [True] * 3 == [torch.equal(a, b.view(a.shape)) for a, b in zip(one, rows, strict=True)]
+
+
+def test_operands_and_a_mask_of_any_strides_give_the_bits_of_contiguous_ones() -> None:
+    call = given("reverse_kl", "recompute", N=15)
+    for name in ("hidden", "teacher"):
+        call[name] = call[name].view(3, 5, -1)
+    call["mask"] = (torch.arange(15) % 4 > 0).view(3, 5)
+    strided = {n: x.mT.contiguous().mT if isinstance(x, torch.Tensor) else x for n, x in call.items()}
+    right = results(launch.linear_divergence, call)
+    assert [True] * 3 == [
+        torch.equal(a, b) for a, b in zip(results(launch.linear_divergence, strided), right, strict=True)
+    ]
 
 
 def test_without_gradients_values_have_the_same_bits() -> None:

@@ -84,6 +84,16 @@ def test_ids_that_a_bias_masks_by_a_number_weigh_nothing_and_have_that_log_proba
     agree(run(linear_logprob, given, backward=mode), run(reference, wide(given)))
 
 
+def test_an_id_that_the_head_forbids_has_no_mass_whatever_its_bias() -> None:
+    given = case(N=3, V=40, bias=True)
+    given["hidden"][:, -1] = 1.0
+    given["weight"][7, -1] = -torch.inf
+    given["ids"][:] = torch.tensor([7, 8, 7])
+    out, want = linear_logprob(**given), reference(**wide(given))
+    assert [-torch.inf, -torch.inf] == out.logprob[::2].tolist()
+    torch.testing.assert_close(out.logprob.double(), want.logprob, atol=2e-5, rtol=1e-5)
+
+
 def test_an_id_that_is_all_that_a_bias_leaves_is_certain_whatever_the_bias() -> None:
     given = case(N=2, V=40, bias=True)
     given["bias"][:] = -torch.inf
