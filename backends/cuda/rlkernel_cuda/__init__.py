@@ -64,7 +64,8 @@ def _impl(op: str) -> Impl:
     )
 
 
-# Of two heads, and what the sums of a tile can say of itself: a KL. d_hidden is by cuBLAS.
+# KL between two heads: its chain rule merges tiles, and JSD and TV have none. batch_invariant: values are, d_hidden by
+# cuBLAS is not.
 DIVERGENCE: Final = Impl(
     op=OPERATORS["linear_divergence"].id,
     target="rlkernel_cuda.linear_divergence.launch:prepare",

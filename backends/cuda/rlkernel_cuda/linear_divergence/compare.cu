@@ -1,19 +1,21 @@
 // Logits of a student and of a teacher on Hopper, compared while they are still fp32 accumulators.
 //
-// A cluster of two blocks works on 256 rows by 256 ids, as head.cu does: the teacher's product first, which its threads
-// put down in memory of their own, then the student's, beside which they read it again. What the blocks put down, 128 KB
-// each, stays in the L2. With w = 2^(x - top) of the student and v of the teacher, tops those of a row's tile of 256 ids,
-// and (p, q) = REVERSE ? (w, v) : (v, w), per row and tile:
+// A cluster of two blocks works on 256 rows by 256 ids, as head.cu does. The teacher's product comes first: threads store
+// its logits in global memory, 128 KB a block, which stays in the L2. The student's product comes next, and each thread
+// loads the teacher's logits of its own ids. With w = 2^(x - top) of the student and v of the teacher, tops those of a
+// row's tile of 256 ids, and (p, q) = REVERSE ? (w, v) : (v, w), the kernel writes per row and tile:
 //
 //   sums[tile][0..5]   the student's top, sum w, the teacher's top, sum v, sum p log(p / q) - p + q, sum p log(p / q)
-//   sums[tile][6]      SAVE and REVERSE: log2(w / v) of the student's top, its center
+//   sums[tile][6]      SAVE and REVERSE: center, log2(w / v) of the student's top
 //   first              SAVE: fp16(2^15 w)
 //   second             SAVE: REVERSE fp16(log2(w / v) - center), else fp16(2^15 (w - v))
 //
-// The gradient of a reverse KL has log(w / v) less the row's mean of it, where an id that holds most of the mass would lose
-// its digits but for the center. No term of the fifth sum is negative. A row has 256 numbers a tile in `first` and `second`, in the order in which threads
-// hold them: of 32 ids, id 8 j + 2 q + e at 8 q + 2 j + e. Sums are rounded in the same order with SAVE and without: every
-// operation that they are made of is written out.
+// No term of the fifth sum is negative. The gradient of a reverse KL is w (log(w / v) - mean of the row): without the
+// center, rounding log(w / v) to fp16 would spoil the gradient of an id that holds most of the mass.
+//
+// A row has 256 numbers a tile in `first` and `second`, in the order in which threads hold them: of 32 ids, id
+// 8 j + 2 q + e at 8 q + 2 j + e. SAVE changes no bit of the sums: every operation in them is written out, so that the
+// compiler contracts none.
 //
 // Compiled with -DREVERSE, -DSAVE, -DSTAGES, -DGROUP, -DLAG.
 #include "common/cluster_pair.cuh"
@@ -30,7 +32,7 @@ constexpr float LN2 = 0.693147182f, SHIFT = 32768.f;  // fp16 ends at 65504
 constexpr float CLOSE = 0.09f;       // log2(p / q) where p log(p / q) - p + q is a series, as the rest would cancel
 constexpr float SERIES[3] = {0.240226507f, -0.0555041087f, 0.00961812911f};  // ln(2)^n / n! of 2^-x - 1 + x ln 2
 constexpr float FAR = -1e6f;         // base-2 units of an id that takes no part: its exponential is 0
-constexpr float LARGE = 65536.f;     // a top from which the rounding of top * scale shows
+constexpr float LARGE = 65536.f;     // of |top * scale|: from here its rounding is larger than that of y - top
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
@@ -40,7 +42,7 @@ __device__ __forceinline__ float exp2_(float x) {
   return y;
 }
 
-// Rounded to fp16; what passes its range becomes the largest number.
+// Rounded to fp16; beyond its range, the largest finite number.
 __device__ __forceinline__ u32 packed_finite(float lo, float hi) {
   u32 r;
   asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
@@ -83,14 +85,14 @@ __device__ __forceinline__ void multiply_all(float (&d)[128], int steps, u32 a0,
   free_last<Build::stages, Build::lag>(empty, at.stage, true, thread, d);
 }
 
-// A logit in base-2 units below the top.
+// Base-2 units from the top to a logit.
 __device__ __forceinline__ float below(float y, float top, float scale) {
   const float less = __fmul_rn(-top, scale);
   return fabsf(less) < LARGE ? __fmaf_rn(y, scale, less) : __fmul_rn(__fsub_rn(y, top), scale);
 }
 
-// Two rows' tops, which the four lanes that share a row agree on; their logits become base-2 units below the top. Whether
-// one of this thread's is -inf.
+// Finds the tops of two rows, the same in the four lanes of a row, and turns logits into base-2 units below the top.
+// Returns whether a logit of this thread is -inf.
 __device__ __forceinline__ bool below_top(float (&d)[128], const float (&scale)[2], int col0, int V, bool last,
                                           float (&top)[2]) {
   const float none = -infinity();
@@ -98,7 +100,7 @@ __device__ __forceinline__ bool below_top(float (&d)[128], const float (&scale)[
 #pragma unroll
   for (int j = 0; j < 128; j += 4) least = fminf(least, fminf(fminf(d[j], d[j + 1]), fminf(d[j + 2], d[j + 3])));
 #pragma unroll
-  for (int j = 0; j < 128; j++) asm volatile("" : "+f"(d[j]), "+f"(least));  // it is done, or d would be kept for it
+  for (int j = 0; j < 128; j++) asm volatile("" : "+f"(d[j]), "+f"(least));  // finish `least` here, or d is copied
   const bool odd = least == none;
   if (last) {
 #pragma unroll
@@ -135,12 +137,13 @@ __device__ __forceinline__ bool below_top(float (&d)[128], const float (&scale)[
   return odd;
 }
 
-// What is summed of a row's tile.
+// The sums of a row's tile.
 struct Sums {
   float w = 0.f, v = 0.f, term = 0.f, moment = 0.f;
 };
 
-// Numbers that a thread has put down. Volatile: where it stands, or all of them would take registers at once.
+// Loads numbers that this thread has stored. Volatile keeps the loads where they stand: moved together, they would need
+// all registers at once.
 template <int count>
 __device__ __forceinline__ void take(float (&z)[count], const float4* from) {
 #pragma unroll
@@ -150,7 +153,7 @@ __device__ __forceinline__ void take(float (&z)[count], const float4* from) {
                  : "l"(from + n * 128) : "memory");
 }
 
-// Logits of -inf become ones that are far below every other, and rows are told in which q has none where p has some.
+// Replaces logits of -inf by FAR on both sides, and marks rows where q is 0 and p is not: their KL is infinite.
 __device__ __forceinline__ void replace_none(float (&z)[128], float4* mine, bool (&infinite)[2]) {
   const float none = -infinity();
 #pragma unroll
@@ -167,7 +170,7 @@ __device__ __forceinline__ void replace_none(float (&z)[128], float4* mine, bool
   }
 }
 
-// log2(w / v) of a student's top, the largest where several ids are at the top: the four lanes that share a row agree.
+// log2(w / v) of the student's top, the largest if several ids are at the top; the same in the four lanes of a row.
 __device__ __forceinline__ float center_of(const float (&z)[128], int r, float top, float scale, const float4* mine) {
   const float best = below(top, top, scale);
   int place = -1;
@@ -182,11 +185,11 @@ __device__ __forceinline__ float center_of(const float (&z)[128], int r, float t
   return center == -infinity() ? 0.f : center;
 }
 
-// Both sides of two rows: z of the student, in registers, and the teacher's, which was put down.
+// Sums two rows, and with SAVE writes what the gradient reads. z: the student's logits; the teacher's are in memory.
 __device__ __forceinline__ void compare_rows(const float (&z)[128], const float4* mine, unsigned short* first,
                                              unsigned short* second, long long at, long long down, const bool (&live)[2],
                                              const float (&center)[2], Sums (&sums)[2]) {
-  float there[2][16];  // the teacher's, of these 16 logits and of the next
+  float there[2][16];  // the teacher's logits: 16 that are in use, and the next 16
   take(there[0], mine);
 #pragma unroll
   for (int j = 0; j < 32; j += 4) {
@@ -213,7 +216,7 @@ __device__ __forceinline__ void compare_rows(const float (&z)[128], const float4
         if constexpr (Build::save) a[r][n] = packed_fp16(w[0] * SHIFT, w[1] * SHIFT), b[r][n] = packed_finite(other[0], other[1]);
       }
 #pragma unroll
-    for (int r = 0; r < 2; r++)  // sums are complete here, or what they are made of would take registers
+    for (int r = 0; r < 2; r++)  // finish the sums here: their terms would take registers
       asm volatile("" : "+f"(sums[r].w), "+f"(sums[r].v), "+f"(sums[r].term), "+f"(sums[r].moment));
     if constexpr (Build::save) {
 #pragma unroll

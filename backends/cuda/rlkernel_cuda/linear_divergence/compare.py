@@ -1,4 +1,4 @@
-"""The launches that compare a block of rows, bound once a shape: compare.cu, the merging of its tiles, the gradient.
+"""The launches for a block of rows, bound once per shape: compare.cu, `merge_tiles_kernel` and `gradient_kernel`.
 
 Legend: n rows of the block · D, E hidden sizes of student and teacher · V vocabulary.
 """
@@ -31,7 +31,7 @@ GRADIENT: Final = (4, 16)  # tiles that a program of the gradient takes at a tim
 
 
 class Form(NamedTuple):
-    """What launches are bound for."""
+    """The numbers that launches are bound for."""
 
     kind: str  # "forward_kl" or "reverse_kl"
     n: int
@@ -68,7 +68,7 @@ class Kept(NamedTuple):
     rows: Tensor  # [BACK, n] fp32
 
 
-TilesLaunch = Callable[[Side, Side, Tensor, Kept], None]  # student, teacher, what blocks put down, results
+TilesLaunch = Callable[[Side, Side, Tensor, Kept], None]  # student, teacher, room for teacher's logits, results
 
 
 def bind_tiles(form: Form, device: torch.device) -> TilesLaunch:
@@ -127,7 +127,7 @@ class Compare:
             student: its rows.
             teacher: the same rows.
             mask: [n] rows that count; None: all.
-            put_down: PUT_DOWN numbers of fp32 for each multiprocessor.
+            put_down: room for the teacher's logits, PUT_DOWN numbers of fp32 for each multiprocessor.
             values: [n] fp32.
             kept: from `room`.
         """

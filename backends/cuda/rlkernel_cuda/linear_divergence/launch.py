@@ -1,8 +1,8 @@
 """linear_divergence@1 on Hopper: the KL of a student from a teacher, both by hidden states and head.
 
-`compare.cu` makes both products of a tile, one after the other, and compares them while they are fp32: without
-gradients no logits reach memory. With gradients two numbers of 16 bits per logit do, of a block of rows, of which one
-pass makes the gradient of the logits; "save" keeps that. What is left is torch's products, as on Triton.
+`compare.cu` computes both products of a tile, one after the other, and compares them in fp32: no tensor of logits is
+made. With gradients it writes two numbers of 16 bits per logit of a block of rows, from which one pass makes the
+gradient of the logits; "save" keeps that. The products of d_hidden and d_weight are torch's, as on Triton.
 
 Legend: N rows · n rows of a block · D, E hidden sizes of student and teacher · V vocabulary.
 """
@@ -29,13 +29,14 @@ from rlkernel_triton.launchers import launcher_for
 from rlkernel_triton.linear_divergence import launch as portable
 from rlkernel_triton.linear_divergence.gradients import Block
 
-KEPT: Final = 5 << 27  # numbers of 16 bits of a block, twice: 1.25 GiB each
+KEPT: Final = 5 << 27  # logits of a block: two numbers of 16 bits are kept of each, 1.25 GiB and 1.25 GiB
 MOST_ROWS: Final = 8192  # of a block
+LARGEST: Final = float(torch.finfo(torch.float32).max)  # of temperatures: beyond it, both sides are uniform in fp32
 MULTIPLE: Final = 1024  # of rows of a block: tiles fill the multiprocessors, slices of numbers are aligned
 
 
 def fits(call: LinearDivergenceCall) -> Reason | None:
-    """Refuses a teacher without a head, one that is not bf16, and heads that would have to be copied."""
+    """Refuses a teacher without a head, one that is not bf16, and large heads that would have to be copied."""
     head = call.teacher_weight
     if head is None:
         what = "a teacher by its logits or a list: both sides' logits are made from hidden states here"
@@ -62,9 +63,10 @@ def linear_divergence(call: LinearDivergenceCall) -> Tensor:
 def prepare(call: LinearDivergenceCall) -> Callable[[LinearDivergenceCall], Tensor]:
     """What runs calls of this shape; see `rlkernel_core.spec.linear_divergence.LinearDivergenceCall`.
 
-    Memory beyond results and gradients: 128 KB a multiprocessor, and 28 bytes for each tile of 256 ids of a block's
-    rows; with gradients three numbers of 16 bits for each of the block's logits, and with several blocks d_weight in
-    fp32. "save" keeps the gradient of all rows' logits, and backward a copy of hidden or d_hidden in fp32.
+    Memory beyond results and gradients: 128 KB a multiprocessor, and 28 bytes for each row and tile of 256 ids of a
+    block, of two blocks where there are several; with gradients three numbers of 16 bits for each logit of a block, and
+    with several blocks d_weight in fp32. "save" keeps the gradient of all rows' logits, and its backward pass makes a
+    copy of hidden or d_hidden in fp32.
     """
     if gradient_wanted("linear_divergence", call):
         return LinearDivergencePair(call)
@@ -102,7 +104,7 @@ class _Host(portable.Host):
         self._shape, self._V, self._device = call.hidden.shape[:-1], call.weight.shape[0], call.hidden.device
         self._N = self._shape.numel()
         T, T_t = call.temperature, call.teacher_temperature
-        self._T, self._T_t = (None if x is None or isinstance(x, Tensor) else float(x) for x in (T, T_t))
+        self._T, self._T_t = (None if x is None or isinstance(x, Tensor) else min(float(x), LARGEST) for x in (T, T_t))
         self._one_temperature = T_t is None
         self._form = Form(call.kind, 0, self._V, call.hidden.shape[-1], call.teacher.shape[-1], call.mask is not None)
         self._pitch = self._form.pitch

@@ -1,12 +1,13 @@
-"""Around compare.cu: merging the tiles of a row, and the gradient of its logits from what was kept of each tile.
+"""After compare.cu: merging the tiles of a row, and the gradient of its logits.
 
-A KL is that of the masses of the tiles, and for each tile its mass times its own KL (chain rule). With w and v what
-compare.cu kept of a logit, A and B factors of the tile that make laws of them, KL the row's and 1/T the student's:
+By the chain rule, a row's KL is that of the masses of its tiles, plus for each tile its mass times the KL within it.
+With w, v and center as in compare.cu, A w and B v the probabilities of student and teacher (A and B are factors of the
+tile), KL the row's and T the student's temperature:
 
     reverse_kl   dz = A w (log(w / v) - center + (center + log(A / B) - KL)) / T
     forward_kl   dz = ((A - B) w + B (w - v)) / T
 
-both of which keep their digits where the two sides nearly agree.
+Both forms keep their digits where the two sides nearly agree.
 
 Legend: N rows · V vocabulary · tiles of BN columns.
 """
@@ -26,13 +27,13 @@ SUMS = tl.constexpr(7)  # of a row and tile
 
 @triton.jit
 def tile_masses(top, total, best, scale):
-    """Masses of tiles where `best` is 1: 0 in one without an id that takes part."""
+    """Masses of tiles in units of 2^(best scale): 0 in a tile whose logits are all -inf."""
     return tl.where(top == NONE, 0.0, total * tl.exp2((top - best[None, :]) * scale[None, :]))
 
 
 @triton.jit
 def add_masses(best, sums, top, total, scale):
-    """(best, sums) of a row with some tiles more."""
+    """(best, sums) of a row with more tiles."""
     new = tl.maximum(best, tl.max(top, 0))
     down = tl.where(best == NONE, 0.0, tl.exp2((best - new) * scale))
     return new, sums * down + tl.sum(tile_masses(top, total, new, scale), 0)
@@ -40,7 +41,7 @@ def add_masses(best, sums, top, total, scale):
 
 @triton.jit
 def log_factors(top, best, log, scale):
-    """Logarithms of base 2 of what makes laws of 2^(x - top): -inf in a tile without an id that takes part."""
+    """Base-2 logarithms of the factors that turn 2^(x - top) into probabilities: -inf in a tile without mass."""
     return tl.where(top == NONE, NONE, (top - best[None, :]) * scale[None, :] - log[None, :])
 
 

@@ -132,7 +132,7 @@ def test_a_row_whose_logits_are_all_minus_infinity_is_nan_and_so_is_its_gradient
     call[head][:, 0] = 1.0
     call[side][1, 0] = -torch.inf
     found, d_hidden, _ = results(launch.linear_divergence, call)
-    assert [False, True, False] == found.isnan().tolist()
+    assert found.isnan().tolist() == [False, True, False]
     assert d_hidden[1].isnan().all()
     assert not d_hidden[::2].isnan().any()
 
@@ -142,8 +142,8 @@ def test_hidden_states_of_one_token_without_a_row_dimension_give_one_number(back
     call = given("forward_kl", backward, N=1)
     rows = results(launch.linear_divergence, call)
     one = results(launch.linear_divergence, {**call, "hidden": call["hidden"][0], "teacher": call["teacher"][0]})
-    assert [(), (16,)] == [tuple(x.shape) for x in one[:2]]
-    assert [True] * 3 == [torch.equal(a, b.view(a.shape)) for a, b in zip(one, rows, strict=True)]
+    assert [tuple(x.shape) for x in one[:2]] == [(), (16,)]
+    assert [torch.equal(a, b.view(a.shape)) for a, b in zip(one, rows, strict=True)] == [True] * 3
 
 
 def test_operands_and_a_mask_of_any_strides_give_the_bits_of_contiguous_ones() -> None:
@@ -153,15 +153,21 @@ def test_operands_and_a_mask_of_any_strides_give_the_bits_of_contiguous_ones() -
     call["mask"] = (torch.arange(15) % 4 > 0).view(3, 5)
     strided = {n: x.mT.contiguous().mT if isinstance(x, torch.Tensor) else x for n, x in call.items()}
     right = results(launch.linear_divergence, call)
-    assert [True] * 3 == [
-        torch.equal(a, b) for a, b in zip(results(launch.linear_divergence, strided), right, strict=True)
-    ]
+    assert [torch.equal(a, b) for a, b in zip(results(launch.linear_divergence, strided), right, strict=True)] == [
+        True
+    ] * 3
 
 
 def test_without_gradients_values_have_the_same_bits() -> None:
     call = given("reverse_kl", "recompute")
     out = launch.linear_divergence(LinearDivergenceCall(**call))
     assert torch.equal(out, results(launch.linear_divergence, call)[0])
+
+
+def test_a_temperature_beyond_fp32_makes_both_sides_uniform() -> None:
+    out, d_hidden, _ = results(launch.linear_divergence, given("forward_kl", "recompute", N=3, temperature=1e39))
+    torch.testing.assert_close(out, torch.zeros(3), atol=1e-6, rtol=0)
+    assert not d_hidden.any()
 
 
 def test_no_rows_have_no_divergence_and_a_gradient_of_zeros() -> None:

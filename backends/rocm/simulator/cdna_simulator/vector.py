@@ -47,23 +47,23 @@ def three(operate: Compute) -> Compute:
     return lambda a, b, c: operate(operate(a, b), c)
 
 
-def _median(least: Compute, most: Compute) -> Compute:
-    return lambda a, b, c: most(least(a, b), least(most(a, b), c))
+def _median_of_integers(a: Any, b: Any, c: Any) -> Any:
+    return np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))
 
 
 def largest(a: Any, b: Any) -> Any:
-    """The larger float: the other one where one is NaN, and +0 of two zeros of which one is."""
+    """The larger of two floats; the other one where one is NaN, and +0 where one zero is +0."""
     most = np.fmax(a, b)
     return most if np.all(most) else np.where((most == 0) & (a == b), a + b, most)
 
 
 def smallest(a: Any, b: Any) -> Any:
-    """The smaller float: the other one where one is NaN, and -0 of two zeros of which one is."""
+    """The smaller of two floats; the other one where one is NaN, and -0 where one zero is -0."""
     return -largest(-a, -b)
 
 
 def median(a: Any, b: Any, c: Any) -> Any:
-    """The second largest of three floats; the smallest that is a number where one is NaN."""
+    """The median of three floats; where one is NaN, the smallest of the others."""
     most = three(largest)(a, b, c)
     second = np.where(most == a, largest(b, c), np.where(most == b, largest(a, c), largest(a, b)))
     return np.where(np.isnan(a) | np.isnan(b) | np.isnan(c), three(smallest)(a, b, c), second)
@@ -125,8 +125,8 @@ INTEGER: Final[Mapping[str, Compute]] = {
     "v_min3_u32": three(np.minimum),
     "v_max3_i32": ints.signed(three(np.maximum)),
     "v_min3_i32": ints.signed(three(np.minimum)),
-    "v_med3_u32": _median(np.minimum, np.maximum),
-    "v_med3_i32": ints.signed(_median(np.minimum, np.maximum)),
+    "v_med3_u32": _median_of_integers,
+    "v_med3_i32": ints.signed(_median_of_integers),
     "v_pack_b32_f16": lambda a, b: (a & _H) | (b << U32(16)),
 }
 
