@@ -14,7 +14,7 @@ from rlkernel_triton.common.arithmetic import log1p, softplus
 
 LN2 = tl.constexpr(0.6931471805599453)
 FAR = tl.constexpr(-1e30)  # the logits kernel's mark of a logit that takes no part
-LEAST_BIAS = -4e29  # finite biases below it are raised to it for that kernel: their probabilities are 0 as well
+LEAST_BIAS = -4e29  # finite biases below it are raised to it, apart from FAR; such an id's probability is 0 either way
 _BIASED = tl.constexpr(0.9 * LEAST_BIAS)  # logits below it hold a raised bias, or are FAR
 
 

@@ -83,7 +83,7 @@ def choose_listed(
 
 @triton.jit
 def log_share(y, scale, top, log_total):
-    """ln p of ids by their logits, and by the top and the log2 of the total of their row."""
+    """ln p of ids, from their logits y and their row's scale, top and log2 of the total."""
     size = tl.where(tl.abs(top) < MAX_FLOAT, tl.abs(y * scale), 0.0)
     beyond = (size == float("inf")) & (tl.abs(y) < float("inf"))  # of a finite logit that base-2 units do not hold
     by_y = y * (scale * LN2) - (top + log_total) * LN2

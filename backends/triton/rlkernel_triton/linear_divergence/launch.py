@@ -101,7 +101,7 @@ def arguments(call: LinearDivergenceCall) -> Saved:
 class Host(ABC):
     """What the host does for calls of one shape."""
 
-    several: bool  # blocks: more than one, or none
+    several: bool  # blocks of rows: d_weight is a sum. True also where there is none, and d_weight is 0
 
     @abstractmethod
     def forward(self, call: LinearDivergenceCall, *, save: bool = False) -> tuple[Tensor, Tensor]:

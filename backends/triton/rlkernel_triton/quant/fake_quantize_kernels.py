@@ -52,7 +52,8 @@ def whole_between(ratio, least, most):
 def nearest_float(x, most, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr, AWAY: tl.constexpr):
     """fp32 value of the small float nearest to x, cut at `most`: what `encode_magnitude` makes a code of, decoded.
 
-    Adding and taking away a number whose last bit is a step of the code; both products are by powers of two, so exact.
+    Rounds by adding and subtracting a number whose last bit is one step of the small float. Both products are with
+    powers of two, so they are exact.
     """
     SHIFT: tl.constexpr = 23 - MANTISSA
     size = tl.minimum(tl.abs(x), most)
@@ -73,8 +74,8 @@ def nearest_float(x, most, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.
 def nearest_value(x, cells):
     """fp32 entries of a table nearest to x in [-1, 1], a tie taking the lower, by cells of width 1/16.
 
-    `cells` [192]: of 64 cells the middle between entries that lies in it, inf where there is none; of 128 the entry for
-    what is no larger than it. That for what is larger is the next cell's.
+    `cells` [192]: for each of 64 cells the middle of two entries that lies in it, inf where none does; then for each of
+    128 cells the entry nearest to an x up to that middle. An x above the middle takes the entry of the next cell.
     """
     at = tl.reshape(tl.fma(x, 16.0 + tl.zeros_like(x), 12582928.0).to(tl.int32, bitcast=True) & 63, (x.numel,))
     own = tl.gather(tl.load(cells + tl.arange(0, 64)), at, 0)

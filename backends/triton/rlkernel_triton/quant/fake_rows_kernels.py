@@ -2,8 +2,9 @@
 
 The arithmetic is that of `quantize_rows_kernel`, see `fake_quantize_kernels`.
 
-Bytes: the weight once in `fake_words_kernel`, which keeps a block in registers; twice in `fake_rows_kernel`, by rows
-and blocks the second time mostly from cache. The result out. BACKWARD reads the gradient besides.
+Bytes: `fake_words_kernel` reads the weight once and keeps a block in registers. `fake_rows_kernel` reads it twice; with
+a scale for each row or block, the second time mostly from cache. Both write the result once. BACKWARD reads the
+gradient besides.
 
 Legend: N rows · K columns · R x C tile of a program.
 """
@@ -34,7 +35,7 @@ def there_and_back(
 ):  # fmt: skip
     """fp32 values of the codes of x.
 
-    Where a divisor is inf, the scale is NaN, or it is 0 and each x so small that what `divide` makes of it rounds to 0.
+    A divisor is inf where the scale is NaN, or where the scale is 0 and each quotient rounds to 0.
     """
     ratio = divide(x, divisor, INTERPRETED)
     if ELEMENT == FLOAT8:
@@ -155,7 +156,7 @@ def load_words(at, row, row_words, C: tl.constexpr):
 
 @triton.jit
 def larger_of_words(x, y):
-    """uint32: twice the largest bits of |.| of two bf16 of x and of two of y; below bit 17, anything."""
+    """uint32: the largest of four |bf16|, two of x and two of y, in bits 17 to 31; lower bits mean nothing."""
     return tl.maximum(tl.maximum(x << 1, x << 17), tl.maximum(y << 1, y << 17))
 
 
@@ -164,13 +165,14 @@ def fake_words_kernel(
     w,  # [N, K] bf16, aligned to words, columns beside each other
     row_stride,  # even
     out, largest, K,
-    parts,  # C // PART, 4; the compiler does not know it, or it would unroll the loop and need all registers at once
+    parts,  # C // PART, 4. No constexpr: the compiler would unroll the loop and need the registers of all four at once
     C: tl.constexpr, POWER: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr,
     LARGEST: tl.constexpr, CAST: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """8-bit floats, blocks of C x C, 128 x 128: words of two bf16 in registers, four parts that the loop passes around.
+    """8-bit floats with a scale for each block of C x C, 128 x 128. Grid: (row blocks, column blocks), all whole.
 
-    Arguments not said are those of `fake_rows_kernel`. Grid: (row blocks, column blocks), all whole.
+    A block stays in registers as words of two bf16, in four parts of 32 rows: the loop rounds and stores x0, then moves
+    the other parts up. Other arguments are those of `fake_rows_kernel`.
     """
     row, first = tl.program_id(0).to(tl.int64) * C, tl.program_id(1) * C
     words = row_stride // 2
