@@ -212,7 +212,8 @@ SPEC = OpSpec(
         Clause(
             "LD-12",
             "one bad row spoils one row",
-            "NaN in a row of hidden or teacher makes that row NaN and changes no bit of another or of its d_hidden",
+            "NaN in a row of hidden or teacher, or logits of a side that are all -inf, make that row NaN and change no "
+            "bit of another or of its d_hidden",
             "law",
         ),
         Clause(

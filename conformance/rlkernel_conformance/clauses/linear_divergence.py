@@ -195,6 +195,32 @@ def one_bad_row_spoils_one_row(subject: Subject, case: Heads) -> None:
         same_bits("divergence", out[[0, 2]], want[[0, 2]], f"beside a row of NaN in {name}")
         if found:
             same_bits("d_hidden", found["hidden"][[0, 2]], whole["hidden"][[0, 2]], f"beside a row of NaN in {name}")
+    for name, head in (("hidden", "weight"), ("teacher", "teacher_weight")):
+        beside_one_without_a_law(subject, given, name, head)
+
+
+def beside_one_without_a_law(subject: Subject, given: Mapping[str, Any], name: str, head: str) -> None:
+    """All logits of one row of a side are -inf: by a column of its head that other rows do not read."""
+    least = torch.finfo(given[name].dtype).min
+    if least**2 < 1e38 or (name == "teacher" and given.get("teacher_ids") is not None):  # products of fp16 are finite
+        return
+    call = dict(given)
+    bad = call[name].clone()
+    if call.get(head) is None:
+        bad[1] = -torch.inf
+    else:
+        large = (-least) ** 0.75
+        bad[:, 0], weight = 0.0, call[head].clone()
+        weight[:, 0] = -large
+        call |= {name: bad.clone(), head: weight}
+        bad[1, 0] = large
+    want, whole = back(subject, call, frozen=("weight",))
+    out, found = back(subject, {**call, name: bad}, frozen=("weight",))
+    require(bool(out[1].isnan()), f"a row whose logits are all -inf, by {name}, gives {out[1].item()!r}")
+    same_bits("divergence", out[[0, 2]], want[[0, 2]], f"beside such a row, by {name}")
+    if found:
+        require(bool(found["hidden"][1].isnan().all()), f"its d_hidden is {found['hidden'][1].tolist()}")
+        same_bits("d_hidden", found["hidden"][[0, 2]], whole["hidden"][[0, 2]], f"beside such a row, by {name}")
 
 
 @attack("LD-13", cases, scale=0.5)

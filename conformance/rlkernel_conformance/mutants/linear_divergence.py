@@ -16,6 +16,12 @@ from rlkernel_core.spec.linear_divergence import LinearDivergenceCall
 _NARROW: Final = {torch.bfloat16, torch.float16}
 
 
+def without_nan(call: LinearDivergenceCall, out: Tensor) -> Tensor:
+    """0 in rows whose student's logits are all -inf."""
+    lost = (call.hidden.detach().double() @ call.weight.detach().double().T < -torch.finfo(torch.float32).max).all(-1)
+    return torch.where(lost, 0.0, out)
+
+
 def rounded_logits(right: Run, call: LinearDivergenceCall) -> Any:
     if call.hidden.dtype not in _NARROW or call.hidden.requires_grad or call.weight.requires_grad:
         return right(call)
@@ -97,6 +103,9 @@ BUGS: Final = {
         "LD-11", "another kernel when gradients are wanted", then(lambda _, out: plant.lower(out, out.requires_grad))
     ),
     "shared_sum": Bug("LD-12", "one NaN row poisons the batch", then(shared_sum)),
+    "no_law_is_no_divergence": Bug(
+        "LD-12", "a largest logit of -inf taken for 0, so that a row without a law has a divergence", then(without_nan)
+    ),
     "ignores_strides": Bug("LD-13", "a tied head read as if it were contiguous", plant.ignores_strides("weight")),
     "no_rows_fail": Bug("LD-14", "a launch of zero blocks", plant.fails_if(lambda c: c.hidden.numel() == 0)),
     "scales_in_place": Bug("LD-15", "a teacher scaled where it lies", plant.writes(lambda c: c.teacher.mul_(0.5))),

@@ -64,9 +64,8 @@ def prepare(call: LinearDivergenceCall) -> Callable[[LinearDivergenceCall], Tens
     """What runs calls of this shape; see `rlkernel_core.spec.linear_divergence.LinearDivergenceCall`.
 
     Memory beyond results and gradients: 128 KB a multiprocessor, and 28 bytes for each row and tile of 256 ids of a
-    block, of two blocks where there are several; with gradients three numbers of 16 bits for each logit of a block, and
-    with several blocks d_weight in fp32. "save" keeps the gradient of all rows' logits, and its backward pass makes a
-    copy of hidden or d_hidden in fp32.
+    block; with gradients three numbers of 16 bits for each logit of a block, and with several blocks d_weight in fp32.
+    "save" keeps the gradient of all rows' logits, and its backward pass makes a copy of hidden or d_hidden in fp32.
     """
     if gradient_wanted("linear_divergence", call):
         return LinearDivergencePair(call)
@@ -167,6 +166,7 @@ class _Host(portable.Host):
                 here = dz[rows] if len(dz) == self._N else dz[:n]
                 compare.gradient(some, g[rows], kept, here)
                 yield rows, here
+            del kept  # before the next block takes as much
 
     def _numbers(self, n: int) -> Tensor:
         return torch.empty(n, dtype=torch.float32, device=self._device)
