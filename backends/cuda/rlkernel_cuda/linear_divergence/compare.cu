@@ -232,21 +232,14 @@ __device__ __forceinline__ void compare_rows(const float (&z)[128], const float4
 
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)
 compare(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, const __grid_constant__ Map t_map,
-        const __grid_constant__ Map v_map, float4* put_down, const float* scale, const float* t_scale, float* sums_out,
+        const __grid_constant__ Map v_map, float4* scratch, const float* scale, const float* t_scale, float* sums_out,
         unsigned short* first, unsigned short* second, int N, int V, int steps, int t_steps) {
   extern __shared__ __align__(1024) char ring[];
   __shared__ __align__(8) u64 full_[Build::stages], empty_[Build::stages];
   const u32 base = shared_address(ring), full = shared_address(full_), empty = shared_address(empty_);
   const u32 rank = cluster_rank();
   const int warpgroup = threadIdx.x / 128;
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < Build::stages; s++) {
-      barrier_init(full + 8 * s, 1);
-      barrier_init(empty + 8 * s, 4);  // two warpgroups of two blocks
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  cluster_sync();
+  ring_begin<Build::stages>(full, empty);
 
   const int pairs = (N + 2 * ROWS - 1) / (2 * ROWS), tiles = (V + COLS - 1) / COLS;
   Place at;
@@ -266,7 +259,7 @@ compare(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, co
     asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
     const int me = warpgroup - 1, thread = threadIdx.x % 128, lane = thread % 32, q = lane % 4;
     const u32 a0 = base + me * (64 * DEPTH * 2), b0 = base + A_BYTES;
-    float4* mine = put_down + (blockIdx.x * 2 + me) * (32 * 128) + thread;
+    float4* mine = scratch + (blockIdx.x * 2 + me) * (32 * 128) + thread;
     for (int i = blockIdx.x / 2; i < pairs * tiles; i += gridDim.x / 2) {
       int pair, tile;
       tile_at<Build::group>(i, pairs, tiles, pair, tile);

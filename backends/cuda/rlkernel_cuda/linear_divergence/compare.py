@@ -16,16 +16,15 @@ from torch import Tensor
 
 from rlkernel_cuda.common import driver
 from rlkernel_cuda.common.tiles import PAIR
-from rlkernel_cuda.linear_divergence.row_kernels import gradient_kernel, merge_tiles_kernel
+from rlkernel_cuda.linear_divergence.row_kernels import SUMS, gradient_kernel, merge_tiles_kernel
 from rlkernel_cuda.linear_logprob.logits import multiprocessors
 from rlkernel_cuda.linear_logprob.plan import COLS, count_of, round_up
 from rlkernel_triton.launchers import Launcher
 
 SOURCE: Final = Path(__file__).with_name("compare.cu")
-SUMS: Final = 7  # of a row and tile
 TILE: Final = replace(PAIR, group=16)
 BACK: Final = 2  # numbers of a row that the gradient reads
-PUT_DOWN: Final = 128 * COLS  # fp32 numbers of a block of compare.cu: its tile of the teacher's logits
+SCRATCH: Final = 128 * COLS  # fp32 numbers of a block of compare.cu: its tile of the teacher's logits
 MERGED: Final = (16, 32)  # rows, and tiles at a time, of a program that merges tiles
 GRADIENT: Final = (4, 16)  # tiles that a program of the gradient takes at a time, and how many times
 
@@ -82,9 +81,9 @@ def bind_tiles(form: Form, device: torch.device) -> TilesLaunch:
     launch = driver.Launch(kernel, grid, index, [c_int(x) for x in numbers])
     known = [driver.Matrix(box, TILE.depth) for box in (rows, TILE.cols // 2) * 2]
 
-    def run(student: Side, teacher: Side, put_down: Tensor, into: Kept) -> None:
+    def run(student: Side, teacher: Side, scratch: Tensor, into: Kept) -> None:
         given = (student.hidden, student.weight, teacher.hidden, teacher.weight)
-        words = (put_down, student.scale, teacher.scale, into.sums, *into.logits)
+        words = (scratch, student.scale, teacher.scale, into.sums, *into.logits)
         launch([of.of(x) for of, x in zip(known, given, strict=True)], [x.data_ptr() for x in words])
 
     return run
@@ -115,11 +114,11 @@ class Compare:
 
     def room(self, logits: Tensor) -> Kept:
         """Room for a block, given that for its logits."""
-        sums = torch.empty((self._tiles, SUMS, self.form.n), dtype=torch.float32, device=self._device)
+        sums = torch.empty((self._tiles, SUMS.value, self.form.n), dtype=torch.float32, device=self._device)
         return Kept(logits, sums, torch.empty((BACK, self.form.n), dtype=torch.float32, device=self._device))
 
     def values(
-        self, student: Side, teacher: Side, mask: Tensor | None, put_down: Tensor, values: Tensor, kept: Kept
+        self, student: Side, teacher: Side, mask: Tensor | None, scratch: Tensor, values: Tensor, kept: Kept
     ) -> None:
         """Write n divergences, and what the gradient needs.
 
@@ -127,11 +126,11 @@ class Compare:
             student: its rows.
             teacher: the same rows.
             mask: [n] rows that count; None: all.
-            put_down: room for the teacher's logits, PUT_DOWN numbers of fp32 for each multiprocessor.
+            scratch: room for the teacher's logits, SCRATCH numbers of fp32 for each multiprocessor.
             values: [n] fp32.
             kept: from `room`.
         """
-        self._compare(student, teacher, put_down, kept)
+        self._compare(student, teacher, scratch, kept)
         self._merge(
             (count_of(self.form.n, MERGED[0]), 1, 1), kept.sums, student.scale, teacher.scale,
             values if mask is None else mask, values, kept.rows,

@@ -19,9 +19,9 @@ from rlkernel_core.errors import RLKernelError
 from rlkernel_core.gradients import Saved, gradient_wanted
 from rlkernel_core.reasons import Reason
 from rlkernel_core.spec.linear_divergence import LinearDivergenceCall
-from rlkernel_cuda.linear_divergence.compare import PUT_DOWN, Compare, Form, Side
-from rlkernel_cuda.linear_logprob.head import aligned, readable
-from rlkernel_cuda.linear_logprob.launch import COPY_LIMIT
+from rlkernel_cuda.linear_divergence.compare import SCRATCH, Compare, Form, Side
+from rlkernel_cuda.linear_logprob.head import readable
+from rlkernel_cuda.linear_logprob.launch import too_large_to_copy
 from rlkernel_cuda.linear_logprob.logits import LOG2E, multiprocessors
 from rlkernel_cuda.linear_logprob.plan import round_up
 from rlkernel_triton.common.row_layout import per_row
@@ -42,17 +42,9 @@ def fits(call: LinearDivergenceCall) -> Reason | None:
         what = "a teacher by its logits or a list: both sides' logits are made from hidden states here"
         return Reason("shape", "unsupported", what, "pass teacher_weight and the teacher's hidden states")
     if call.teacher.dtype != torch.bfloat16:
-        return Reason("shape", "unsupported", f"teacher is {call.teacher.dtype}; wgmma multiplies bf16 here")
-    for name, weight in (("weight", call.weight), ("teacher_weight", head)):
-        if not aligned(weight) and 2 * weight.shape[0] * weight.shape[1] > COPY_LIMIT:
-            return Reason(
-                "shape",
-                "unsupported",
-                f"TMA reads rows that are contiguous and start at multiples of 16 bytes; {name} {list(weight.shape)} "
-                f"with strides {list(weight.stride())} would have to be copied",
-                "store the head contiguously, with its hidden size a multiple of 8",
-            )
-    return None
+        what = f"teacher is {call.teacher.dtype}; wgmma multiplies bf16 here"
+        return Reason("shape", "unsupported", what, "cast teacher and teacher_weight to bfloat16")
+    return too_large_to_copy("weight", call.weight) or too_large_to_copy("teacher_weight", head)
 
 
 def linear_divergence(call: LinearDivergenceCall) -> Tensor:
@@ -153,7 +145,7 @@ class _Host(portable.Host):
         counted = None if mask is None else mask.contiguous().view(-1)
         scale = self._scale(self._T, T)
         t_scale = scale if self._one_temperature else self._scale(self._T_t, T_t)
-        put_down = self._numbers(multiprocessors(self._device) * PUT_DOWN)
+        scratch = self._numbers(multiprocessors(self._device) * SCRATCH)
         room = (2, 0 if dz is None else self._most, self._form.kept_pitch)
         logits = torch.empty(room, dtype=torch.float16, device=self._device)
         for rows in self._blocks:
@@ -161,7 +153,7 @@ class _Host(portable.Host):
             compare = self._compare(n, save=dz is not None)
             some, kept = None if counted is None else counted[rows], compare.room(logits)
             student, of_teacher = Side(x[rows], w, scale[rows]), Side(t[rows], v, t_scale[rows])
-            compare.values(student, of_teacher, some, put_down, values[rows], kept)
+            compare.values(student, of_teacher, some, scratch, values[rows], kept)
             if dz is not None and g is not None:
                 here = dz[rows] if len(dz) == self._N else dz[:n]
                 compare.gradient(some, g[rows], kept, here)

@@ -33,14 +33,7 @@ head(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, unsig
   const u32 base = shared_address(ring), full = shared_address(full_), empty = shared_address(empty_);
   const u32 rank = cluster_rank();
   const int warpgroup = threadIdx.x / 128;
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < STAGES; s++) {
-      barrier_init(full + 8 * s, 1);
-      barrier_init(empty + 8 * s, 4);  // two warpgroups of two blocks
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  cluster_sync();
+  ring_begin<STAGES>(full, empty);
 
   int rows = N;
 #if COUNTED

@@ -55,14 +55,8 @@ COPY_LIMIT: Final = 64 << 20
 def fits(call: LinearLogprobCall) -> Reason | None:
     """Refuses a large head that would have to be copied, and sizes beyond 32-bit coordinates."""
     weight = stored_head(call)
-    if not aligned(weight) and 2 * weight.shape[0] * weight.shape[1] > COPY_LIMIT:
-        return Reason(
-            "shape",
-            "unsupported",
-            f"TMA reads rows that are contiguous and start at multiples of 16 bytes; weight {list(weight.shape)} with "
-            f"strides {list(weight.stride())} would have to be copied",
-            "store the head contiguously, with D a multiple of 8",
-        )
+    if (refused := too_large_to_copy("weight", weight)) is not None:
+        return refused
     if max(flat_ids(call.ids).numel(), weight.shape[0]) >= 2**30:
         return Reason(
             "shape",
@@ -70,6 +64,19 @@ def fits(call: LinearLogprobCall) -> Reason | None:
             f"{flat_ids(call.ids).numel()} rows by {weight.shape[0]} ids pass 32-bit coordinates",
         )
     return None
+
+
+def too_large_to_copy(name: str, weight: Tensor) -> Reason | None:
+    """Refuses a large head whose rows TMA cannot read."""
+    if aligned(weight) or 2 * weight.shape[0] * weight.shape[1] <= COPY_LIMIT:
+        return None
+    return Reason(
+        "shape",
+        "unsupported",
+        f"TMA reads rows that are contiguous and start at multiples of 16 bytes; {name} {list(weight.shape)} with "
+        f"strides {list(weight.stride())} would have to be copied",
+        "store the head contiguously, with its hidden size a multiple of 8",
+    )
 
 
 def workspace(call: LinearLogprobCall) -> int:

@@ -28,7 +28,7 @@ def below_top(side, V):
 def bind_tiles(form, device):
     """What compare.cu makes."""
 
-    def run(student, teacher, put_down, into):
+    def run(student, teacher, scratch, into):
         (top, w), (t_top, v) = below_top(student, form.V), below_top(teacher, form.V)
         center = torch.where(w == 0, w - v, -torch.inf).amax(2).clamp_min(-1e9)
         d = ((w - v) * math.log(2)).nan_to_num(nan=0.0)
