@@ -24,19 +24,6 @@ __device__ __forceinline__ void barrier_init(u32 bar, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
 }
 
-// The barriers of a ring, before its first step; both blocks of the cluster wait for each other.
-template <int stages>
-__device__ __forceinline__ void ring_begin(u32 full, u32 empty) {
-  if (threadIdx.x == 0) {
-    for (int s = 0; s < stages; s++) {
-      barrier_init(full + 8 * s, 1);
-      barrier_init(empty + 8 * s, 4);  // two warpgroups of two blocks
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-  }
-  cluster_sync();
-}
-
 __device__ __forceinline__ void barrier_wait(u32 bar, u32 phase) {
   asm volatile(
       "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n@p bra DONE;\nbra AGAIN;\nDONE:\n}"

@@ -18,7 +18,7 @@
 // compiler contracts none.
 //
 // Compiled with -DREVERSE, -DSAVE, -DSTAGES, -DGROUP, -DLAG.
-#include "common/cluster_pair.cuh"
+#include "linear_logprob/ring.cuh"
 
 // What a build is compiled for: the macros of the compile line, which nothing else reads.
 struct Build {

@@ -14,7 +14,7 @@
 //   dz = 2^(y s2 - lse2) (ca + cb y), times 1 - (y / c)^2 under a cap
 //
 // Compiled with -DMODE, -DBIAS, -DCAP, -DCOUNTED, -DSTAGES, -DGROUP, -DLAG.
-#include "common/cluster_pair.cuh"
+#include "linear_logprob/ring.cuh"
 
 #define FAR (-1e30f)  // a logit that takes no part: its exponential is exactly 0
 

@@ -10,7 +10,7 @@
 //
 // A tile of B lies in shared memory as four boxes of 64 of depth by 64 columns; a transposed A as
 // two of 64 of depth by 64 rows, one a warpgroup.
-#include "common/cluster_pair.cuh"
+#include "linear_logprob/ring.cuh"
 
 // What a build is compiled for: the macros of the compile line, which nothing else reads.
 struct Build {
