@@ -97,6 +97,20 @@ def test_a_tile_in_which_no_id_is_left_changes_nothing(variant, scale) -> None:
         torch.testing.assert_close(getattr(out, name).double(), getattr(right, name), atol=2e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("mode", ["recompute", "save"])
+@pytest.mark.parametrize("number", [-1e9, -1e20, -2e38])
+def test_a_tile_that_a_bias_masks_by_one_number_weighs_nothing(variant, number, mode) -> None:
+    given = case(V=800, bias=True)
+    given["bias"][200:600] = number
+    given["ids"] = torch.where(torch.arange(333, device="cuda") % 2 == 0, 300, given["ids"] % 200)
+    out, grads = run(linear_logprob, given, backward=mode)
+    right, exact = run(reference, wide(given))
+    for name in ("logprob", "lse", "entropy"):
+        torch.testing.assert_close(getattr(out, name).double(), getattr(right, name), atol=2e-4, rtol=1e-5)
+    for name, grad in grads.items():
+        assert (grad.double() - exact[name]).norm() < 2.7e-3 * exact[name].norm(), name
+
+
 def test_a_row_has_the_same_bits_in_any_batch(variant) -> None:
     given = case(N=1000)
     whole = linear_logprob(**given).logprob

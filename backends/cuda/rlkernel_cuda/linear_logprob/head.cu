@@ -122,7 +122,6 @@ head(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, unsig
 #endif
         d[j] = g;
       }
-      const float m0 = 0.f, m1 = 0.f;
 #else
       const int t0 = (live0 ? target[r0] : -1) - col0, t1 = (live1 ? target[r1] : -1) - col0;
       if (__any_sync(0xffffffffu, (t0 >= -6 && t0 < COLS) || (t1 >= -6 && t1 < COLS))) {
@@ -153,13 +152,13 @@ head(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, unsig
         m1 = fmaxf(m1, __shfl_xor_sync(0xffffffffu, m1, x));
       }
       float e0 = 0.f, e1 = 0.f, w0 = 0.f, w1 = 0.f;
-      // Where all are FAR, z would be the rounding error of FAR * s, of either sign.
-      const float n0 = m0 == FAR ? 0.f : -m0 * s0, n1 = m1 == FAR ? 0.f : -m1 * s1;
+      // The top goes before the scale comes: where all ids hold one large number, y s - m s is a rounding error.
 #pragma unroll
       for (int j = 0; j < 32; j++)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          const float z0 = fmaf(d[j * 4 + e], s0, n0), z1 = fmaf(d[j * 4 + 2 + e], s1, n1);
+          d[j * 4 + e] -= m0, d[j * 4 + 2 + e] -= m1;
+          const float z0 = d[j * 4 + e] * s0, z1 = d[j * 4 + 2 + e] * s1;
           const float p0 = exp2_(z0), p1 = exp2_(z1);
           e0 += p0, e1 += p1;
           w0 = fmaf(p0, z0, w0), w1 = fmaf(p1, z1, w1);
@@ -189,8 +188,8 @@ head(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, unsig
         u32 v0[4], v1[4];
 #pragma unroll
         for (int n = 0; n < 4; n++) {
-          v0[n] = STORED(d[(j + n) * 4] - m0, d[(j + n) * 4 + 1] - m0);
-          v1[n] = STORED(d[(j + n) * 4 + 2] - m1, d[(j + n) * 4 + 3] - m1);
+          v0[n] = STORED(d[(j + n) * 4], d[(j + n) * 4 + 1]);
+          v1[n] = STORED(d[(j + n) * 4 + 2], d[(j + n) * 4 + 3]);
         }
         store_group(at0, tile * COLS + j * 8, V, live0, v0, q);
         store_group(at1, tile * COLS + j * 8, V, live1, v1, q);

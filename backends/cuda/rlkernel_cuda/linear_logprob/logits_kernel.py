@@ -155,15 +155,16 @@ def _consume(
             if col0 + BN > V:
                 acc = gl.where((col0 + cols < V)[None, :], acc, FAR)
             m = gl.max(acc, 1)
-            # One fused operation: where all are FAR, it would be the rounding error of FAR * s2, of either sign.
-            d = acc * s2[:, None] - gl.where(m == FAR, 0.0, m * s2)[:, None]
+            # The top goes before the scale comes: where all ids hold one large number, y s - m s is a rounding error.
+            acc -= m[:, None]
+            d = acc * s2[:, None]
             e = gl.exp2(d)
             gl.store(tops + tn.to(gl.int64) * stride + rows, m, mask=live)
             at = sums + tn.to(gl.int64) * (2 * N) + rows
             gl.store(at, gl.sum(e, 1), mask=live)
             gl.store(at + N, gl.sum(e * d, 1), mask=live)
             if MODE == 1:
-                _write(out_desc, out_bufs.index(ME), (acc - m[:, None]).to(gl.float16), row0, col0, BM, BN)
+                _write(out_desc, out_bufs.index(ME), acc.to(gl.float16), row0, col0, BM, BN)
     if MODE != 0:
         tma.store_wait(0)
 

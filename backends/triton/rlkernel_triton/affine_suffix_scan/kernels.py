@@ -195,6 +195,8 @@ def scan_kernel(
         on = tl.full((J, 8), 1.0, tl.float32)
         if STOP:
             on = 1.0 - load_or_zero(stop + start + t, inside, True)
+            if MASKED == "step":  # the step of a masked token ends no episode, whatever is stored there
+                on = tl.where(valid, on, 1.0)
         whole = is_finite(r) & is_finite(x)
         if RULE == "scan":
             m = load_or_zero(a + start + t, inside, True) if A else on * a_number

@@ -27,7 +27,7 @@ MOST_RANKS: Final = 64  # of a tile
 def add_low_rank(x: Tensor, lora: LoRA, ends: Tensor, out: Tensor, plan: Plan | None = None) -> None:
     """Write scale (x A_g^T) B_g^T of each row's group into `out`, 0 in rows of no group.
 
-    One of the two products is rounded to 16 bits: x A^T where `out` is fp32 and tensor cores take it, else the result.
+    One product is rounded: x A^T where x and B are bfloat16 and `out` is fp32, else the result.
 
     Args:
         x: [M, K], contiguous.
@@ -37,7 +37,8 @@ def add_low_rank(x: Tensor, lora: LoRA, ends: Tensor, out: Tensor, plan: Plan | 
         plan: of calls of one shape.
     """
     t = _multiply_in(x, lora.A.contiguous().transpose(1, 2), ends, plan, "x A^T")
-    _multiply_out(t, lora.B.contiguous().transpose(1, 2), ends, float(lora.scale), out, plan, "t B^T")
+    B, rounds = lora.B.contiguous().transpose(1, 2), rounds_low_rank(x.dtype, lora.B.dtype, out.dtype)
+    _multiply_out(t, B, ends, float(lora.scale), out, plan, "t B^T", rounds=rounds)
 
 
 def add_low_rank_backward(
@@ -59,13 +60,19 @@ def add_low_rank_backward(
         low = _multiply_in(dh, B, ends, plan, "dh B", any_alignment=("a",))  # a gradient may arrive at any address
         if wanted[0]:
             dx = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-            _multiply_out(low, A, ends, scale, dx, plan, "low A")
+            rounds = rounds_low_rank(x.dtype, A.dtype, dx.dtype)
+            _multiply_out(low, A, ends, scale, dx, plan, "low A", rounds=rounds)
         if wanted[1]:
             da = _over_rows(low.sum(0), x, ends, plan, "low^T x") * scale
     if wanted[2]:
         t = _multiply_in(x, A.transpose(1, 2), ends, plan, "x A^T again")
         db = _over_rows(dh, t.sum(0), ends, plan, "dh^T t") * scale
     return dx, da, db
+
+
+def rounds_low_rank(x: torch.dtype, c: torch.dtype, out: torch.dtype) -> bool:
+    """Whether x A^T is rounded to bfloat16, as x and the other factor c are; fp16 has too short a range for it."""
+    return x == c == torch.bfloat16 and out == torch.float32
 
 
 def _multiply_in(
@@ -95,15 +102,13 @@ def _multiply_in(
 
 
 def _multiply_out(
-    t: Tensor, c: Tensor, ends: Tensor, scale: float, out: Tensor, plan: Plan | None, place: str
+    t: Tensor, c: Tensor, ends: Tensor, scale: float, out: Tensor, plan: Plan | None, place: str, *, rounds: bool
 ) -> None:  # [parts, M, r], [G, r, C] -> [M, C]
     (parts, M, r), (G, _, C) = t.shape, c.shape
 
     def bound(launcher: Launcher) -> tuple[Launch, Grid]:
-        # fp16 has too short a range for x A^T, whose size nobody knows.
-        rounded = out.dtype == torch.float32 and c.dtype == torch.bfloat16 and not INTERPRETED
         BM, m_tiles = _rows_of_tiles(M, G)
-        operand, BC = (tl.bfloat16, 128) if rounded else (tl.float32, 64)
+        operand, BC = (tl.bfloat16, 128) if rounds and not INTERPRETED else (tl.float32, 64)
         launch = launcher.bind(
             low_rank_out, num_stages=2, options=options_of(out), M=M, C=C, R=r, G=G, c_group=c.stride(0),
             c_rank=c.stride(1), c_column=c.stride(2), scale=scale, m_tiles=m_tiles, PARTS=parts, OPERAND=operand,

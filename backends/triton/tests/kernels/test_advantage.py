@@ -75,3 +75,10 @@ def test_a_reward_per_sequence_stands_on_the_last_token_that_counts(device, layo
 def test_what_peers_do_with_masked_tokens(device, more) -> None:
     given = {"rewards": random(B, T), "kind": "gae", "values": random(B, T, seed=1), "gamma": 0.9, "lam": 0.8}
     agree(laid_out(given, "mask"), device, **more)
+
+
+def test_an_end_of_episode_at_a_masked_step_ends_nothing(device) -> None:
+    given = {"rewards": random(B, T), "kind": "gae", "values": random(B, T, seed=1), "gamma": 0.9, "lam": 0.8}
+    laid = laid_out({**given, "dones": random(B, T, seed=4) > 0}, "mask")
+    assert (laid["dones"] & ~laid["mask"]).any()
+    agree(laid, device, masked_time="step")
