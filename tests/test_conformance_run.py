@@ -18,7 +18,7 @@ from rlkernel_conformance.leak_check import attacks_with_leak_check
 from rlkernel_conformance.manifests import load
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.ranks import capturing
-from rlkernel_conformance.run import run, shares
+from rlkernel_conformance.run import run
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ConfigError, UnknownNameError
 from rlkernel_core.manifest import Backend, Impl, Requires
@@ -119,7 +119,6 @@ def test_a_graph_holds_the_collectives_of_as_many_ranks_as_there_are_gpus(monkey
 
 def test_several_processes_share_an_operator_and_its_report_is_the_same() -> None:
     alone, shared = (run("torch", EFFORT, ops=OPS[:1], jobs=jobs) for jobs in (1, 2))
-    assert len(shares(list(range(11)), 8)) == 5  # two clauses each at least
     assert shared["hash"] == alone["hash"]
 
 

@@ -64,9 +64,9 @@ class ClauseRunner:
         scope.enter_context(self.subject.chosen())
         self.integrity = Integrity()
 
-    def run(self, clause: str, scale: float) -> Outcome:
-        """Attack one clause with `scale` times the profile's cases."""
-        attack = replace(self.attacks[clause], scale=scale)
+    def run(self, clause: str, scale: float, part: tuple[int, int]) -> Outcome:
+        """Attack one clause with `scale` times the profile's cases, or with a part of its table."""
+        attack = replace(self.attacks[clause], scale=scale, part=part)
         self.subject.needed.clear()
         self.case = None
         os.ftruncate(self.last_case, 0)

@@ -97,7 +97,7 @@ def command(
         float | None, typer.Option(min=1, help="Seconds for one clause, instead of the profile's: for interpreters.")
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Operators at a time on each device; half the cores unless given.")
+        int | None, typer.Option(min=1, help="Processes at a time on each device; half the cores unless given.")
     ] = None,
     manifest: Annotated[
         str | None,

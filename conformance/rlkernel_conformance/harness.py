@@ -103,7 +103,8 @@ def carry_out(
     def attacked() -> None:
         examples = max(1, round(profile.examples * attack.scale))
         if isinstance(attack.cases, Table):
-            try_all(body, attack.cases, subject, examples=math.inf if profile.thorough else examples, shrink=shrink)
+            most = math.inf if profile.thorough else examples
+            try_all(body, attack.cases, subject, examples=most, shrink=shrink, part=attack.part)
         else:
             search(body, attack.cases(subject), first=attack.examples, examples=examples, shrink=shrink)
 
@@ -112,7 +113,7 @@ def carry_out(
     common: dict[str, Any] = {"executed": len(seen) - len(rejected), "measures": worst}
     common["seconds"] = time.perf_counter() - began
     if isinstance(attack.cases, Table):
-        common["coverage"] = asdict(attack.cases.coverage(subject, taken))
+        common["coverage"] = _covered(attack.cases, subject, taken, attack.part)
     clause = attack.clause
     if error is None:
         return Outcome(subject.op, clause.id, clause.title, "held", **common)
@@ -132,10 +133,23 @@ def carry_out(
     )
 
 
+def _covered(table: Table, subject: Subject, taken: list[Any], part: tuple[int, int]) -> dict[str, Any]:
+    """Of a whole table its coverage; of a part the rows that were executed, by number."""
+    if part[1] == 1:
+        return asdict(table.coverage(subject, taken))
+    return {"rows": [i for i, row in enumerate(table.rows(subject)) if row in taken]}
+
+
 def try_all(
-    body: Callable[[Any], None], table: Table, subject: Subject, *, examples: float, shrink: bool = True
+    body: Callable[[Any], None],
+    table: Table,
+    subject: Subject,
+    *,
+    examples: float,
+    shrink: bool = True,
+    part: tuple[int, int] = (0, 1),
 ) -> None:
-    """Run `body` on the rows of a table until one raises, and raise that of a simpler case if there is one.
+    """Run `body` on the rows of a table, or a part of them, until one raises; raises that of a simpler case if it can.
 
     Raises:
         Unsatisfiable: no row is a case.
@@ -146,9 +160,12 @@ def try_all(
         return None if isinstance(error, UnsatisfiedAssumption) else error
 
     executed = 0
+    first, step = part
     for number, case in enumerate(table.rows(subject)):
         if number >= examples:
             break
+        if number % step != first:
+            continue
         _, error = guarded(lambda case=case: body(case))  # type: ignore[misc]
         executed += error is None
         if error is not None and not isinstance(error, UnsatisfiedAssumption):

@@ -125,7 +125,7 @@ def _one_worker(
         "device": subject.device,
         "check": subject.check,
         "profile": asdict(profile),
-        "clauses": {a.clause.id: a.scale for a in attacks},
+        "clauses": {a.clause.id: (a.scale, a.part) for a in attacks},
         "variables": sanitizer.variables(subject.op, attacks[0].clause) if log is not None else {},
         "manifest": manifest,
         "memory": MEMORY if subject.device.partition(":")[0] == "cpu" else 0,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final
+from typing import Any
 
 from rlkernel import policy
 from rlkernel.discover import known_names
@@ -26,12 +27,11 @@ from rlkernel_conformance.manifests import load, provider
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.report import NOT_ASKED, has_result, present, report
 from rlkernel_conformance.subject import Subject
+from rlkernel_conformance.table_parts import joined, shares
 from rlkernel_core.errors import ConfigError, UnknownNameError
 from rlkernel_core.spec import OPERATORS
 
 __all__ = ["Progress", "run"]
-
-SHARE: Final = 2  # clauses for which another process is worth its start: compilation takes most of the time
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ def run(
         ops: operators; empty for all that the backend implements.
         clauses: ids such as "SA-08"; the others are `not_run`, and the report is unfinished. Empty for all.
         devices: devices of one kind that share the work; the report names the first.
-        jobs: operators attacked at the same time on each device; where there are fewer, they are attacked by several.
+        jobs: operators attacked at the same time on each device; where there are fewer, they are attacked by several,
+            which take some clauses each, and of the pairs of options some calls each.
         manifest: "module:attribute" of the backend's manifest; None for an installed one.
         waivers: file of waivers, see `rlkernel_conformance.waivers`.
         watch: told every outcome of an attack as it comes.
@@ -127,21 +128,31 @@ def _attack_all(
     within: float,
 ) -> dict[str, list[Outcome]]:
     total, done, began, lock = sum(len(due) for due, _ in plan.values()), 0, time.monotonic(), Lock()
+    attacked = {(s.op, a.clause.id): (s, a) for s, (due, _) in plan.items() for a in due}
+    each = len(devices) * jobs // len(plan)
+    work = [Work(s, share) for s, (due, _) in plan.items() for share in shares(due, each)]
+    awaited = Counter((w.subject.op, a.clause.id) for w in work for a in w.attacks)
+    parts: defaultdict[tuple[str, str], list[Outcome]] = defaultdict(list)
 
     def heard(outcome: Outcome) -> None:
         nonlocal done
+        of = outcome.op, outcome.clause
         with lock:
-            done += outcome.status != "not_run"  # another device may
+            if outcome.status != "not_run":  # another device may
+                parts[of].append(outcome)
+                if len(parts[of]) < awaited[of]:
+                    return
+                done, outcome = done + 1, joined(*attacked[of], parts[of])
             watch(Progress(outcome, done, total, time.monotonic() - began))
 
     def attack(subject: Subject, attacks: list[Attack]) -> list[Outcome]:
         return attack_in_processes(subject, attacks, profile, manifest=manifest, watch=heard, until=began + within)
 
-    each = len(devices) * jobs // len(plan)
-    work = [Work(s, share) for s, (due, _) in plan.items() for share in shares(due, each)]
-    found = attack_on_devices(work, devices, jobs, attack)
-    place = {a.clause.id: i for due, _ in plan.values() for i, a in enumerate(due)}
-    return {s.op: sorted(found.get(s.op, ()), key=lambda o: place[o.clause]) for s in plan}
+    ended: defaultdict[tuple[str, str], list[Outcome]] = defaultdict(list)
+    for outcomes in attack_on_devices(work, devices, jobs, attack).values():
+        for outcome in outcomes:
+            ended[outcome.op, outcome.clause].append(outcome)
+    return {s.op: [joined(s, a, ended[s.op, a.clause.id]) for a in due] for s, (due, _) in plan.items()}
 
 
 Plan = dict[Subject, tuple[list[Attack], list[Outcome]]]
@@ -173,12 +184,6 @@ def _parted(
     due: list[Attack], rest: list[Outcome], asked: Callable[[Attack], bool]
 ) -> tuple[list[Attack], list[Outcome]]:
     return [a for a in due if asked(a)], [*rest, *(not_run(a, NOT_ASKED) for a in due if not asked(a))]
-
-
-def shares(due: list[Attack], most: int) -> list[tuple[Attack, ...]]:
-    """Attacks for up to so many processes, a few clauses each at least: a process takes its time to begin."""
-    number = max(1, min(most, len(due) // SHARE))
-    return [tuple(due[i::number]) for i in range(number) if due]
 
 
 def due_on(subject: Subject) -> tuple[list[Attack], list[Outcome]]:

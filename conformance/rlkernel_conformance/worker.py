@@ -53,9 +53,9 @@ def main(channel: int, case: int, job: dict[str, Any]) -> None:
         gc.collect()
         gc.freeze()  # attacks on memory collect garbage: what is loaded by now need not be looked through each time
         gc.enable()
-        for clause, scale in job["clauses"].items():
+        for clause, (scale, part) in job["clauses"].items():
             send("begin", clause=clause)
-            outcome, error = guarded(lambda: runner.run(clause, scale))  # noqa: B023  called at once
+            outcome, error = guarded(lambda: runner.run(clause, scale, tuple(part)))  # noqa: B023  called at once
             if outcome is None:  # the suite's own mistake, or one that only looks like it
                 text = f"its attack could not be carried out: {brief(error)}"
                 outcome = Outcome(job["op"], clause, clause, "fault", faults.of_error(error), text)

@@ -41,7 +41,12 @@ def sizes_covered(subject: Subject, executed: Sequence[Point]) -> Coverage:
 
 
 TABLES: dict[int, tuple[Table, float]] = {
-    97: (Table(lambda s: points(space_of(s.op), s), lambda s, p: simpler(space_of(s.op), s, p), pairs_covered), 2.0),
+    97: (
+        Table(
+            lambda s: points(space_of(s.op), s), lambda s, p: simpler(space_of(s.op), s, p), pairs_covered, splits=True
+        ),
+        2.0,
+    ),
     98: (Table(lambda s: real_sizes(space_of(s.op), s), lambda *_: iter(()), sizes_covered), 1.0),
 }
 

@@ -1,0 +1,63 @@
+"""Tables of cases cut into parts for several processes, and the outcomes of the parts as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import reduce
+from typing import Final
+
+from rlkernel_conformance.attack import Attack, Table
+from rlkernel_conformance.harness import Outcome
+from rlkernel_conformance.subject import Subject
+
+SHARE: Final = 2  # clauses for which another process is worth its start: compilation takes most of the time
+PARTS: Final = 16  # that a table is cut into at most: of a hundred rows and more, so many are worth a process, too
+_WORST_FIRST: Final = ("violated", "fault", "not_run", "held", "not_claimed")
+
+
+def shares(due: list[Attack], most: int) -> list[tuple[Attack, ...]]:
+    """Attacks for up to so many processes, a few clauses or a part of a table each at least.
+
+    Of a table that splits each process takes a part, and of the other clauses some.
+    """
+    tables = [a for a in due if isinstance(a.cases, Table) and a.cases.splits]
+    others = [a for a in due if a not in tables]
+    number = max(1, min(most, len(others) // SHARE + PARTS * len(tables)))
+    step = min(number, PARTS)
+    whole: list[list[Attack]] = [[] for _ in range(number)]
+    for i, table in enumerate(tables):
+        for first in range(step):
+            whole[(i * step + first) % number].append(replace(table, part=(first, step)))
+    for attack in others:
+        min(whole, key=len).append(attack)
+    return [tuple(share) for share in whole if share]
+
+
+def joined(subject: Subject, attack: Attack, parts: Sequence[Outcome]) -> Outcome:
+    """The outcome of a clause from those of its parts: the worst, with the cases and the coverage of all.
+
+    Args:
+        subject: what was attacked.
+        attack: on the clause; a table if there are several parts.
+        parts: outcomes of processes that together took all rows.
+    """
+    if len(parts) == 1 or not isinstance(attack.cases, Table):
+        return parts[0]
+    worst = min(parts, key=lambda o: _WORST_FIRST.index(o.status))
+    if worst.status in {"not_run", "not_claimed"}:
+        return worst
+    rows = attack.cases.rows(subject)
+    taken = sorted(i for o in parts for i in o.coverage.get("rows", ()))
+    return replace(
+        worst,
+        executed=sum(o.executed for o in parts),
+        seconds=sum(o.seconds for o in parts),
+        features=tuple(sorted({name for o in parts for name in o.features})),
+        measures=reduce(_larger, (o.measures for o in parts), {}),
+        coverage=asdict(attack.cases.coverage(subject, [rows[i] for i in taken])),
+    )
+
+
+def _larger(a: dict[str, float], b: dict[str, float]) -> dict[str, float]:
+    return a | {name: max(error, a.get(name, error)) for name, error in b.items()}
