@@ -49,7 +49,15 @@ CASES = {
             {"entropy": True},
             1e-5,
             2e-5,
-        )
+        ),
+        # Of the second row 250 has the largest logit, which is no id of the first row's list.
+        (
+            "lists of unsigned ids",
+            lambda: (drawn(2, 300) + 20 * (torch.arange(300) == 250), torch.tensor([[1, 7], [9, 250]]).to(torch.uint8)),
+            {},
+            1e-5,
+            2e-5,
+        ),
     ],
     "divergence": [
         ("jsd", lambda: (drawn(3, 900, dtype=BF16), drawn(3, 900, dtype=BF16)), {"kind": "jsd"}, 1e-5, 2e-5),
@@ -149,6 +157,13 @@ CASES = {
             "drafts",
             lambda: (drawn(4, 300, scale=2), torch.tensor([5, 250])),
             {"draft_logits": drawn(2, 300, seed=1, scale=2), **DRAFTS},
+            1e-5,
+            2e-5,
+        ),
+        (
+            "no drafts, of unsigned ids",
+            lambda: (drawn(1, 300, scale=2), torch.empty(0, dtype=torch.uint8)),
+            {"draft_logits": torch.empty(0, 300), "cu_draft": torch.tensor([0, 0]), "seed": 7, "step": 0},
             1e-5,
             2e-5,
         ),

@@ -70,7 +70,7 @@ def choose_listed(
     place = tl.full([ENTRIES], 0x7FFFFFFF, tl.int32)  # in the list, of each lane's best; this one: it has none
     for first in range(0, K, ENTRIES):
         at = first + lane
-        there = is_id(tl.load(ids + from_row + at, mask=at < K, other=-1).to(tl.int64), whole, False)
+        there = (at < K) & is_id(tl.load(ids + from_row + at, mask=at < K, other=0).to(tl.int64), whole, False)
         key = tl.load(y + from_row + at, mask=there, other=float("-inf"))
         key = tl.where(key == key, key, float("-inf"))  # NaN makes its row NaN, whichever id is chosen
         better = there & ((key > best) | (place == 0x7FFFFFFF))
@@ -116,8 +116,8 @@ def listed_logprobs(
     from_row, K = list_of(offsets, row, K, RAGGED)
     for first in range(0, K, ENTRIES):
         at = first + tl.arange(0, ENTRIES)
-        id = tl.load(ids + from_row + at, mask=at < K, other=-1).to(tl.int64)
-        there = is_id(id, whole, False)
+        id = tl.load(ids + from_row + at, mask=at < K, other=0).to(tl.int64)
+        there = (at < K) & is_id(id, whole, False)
         of_id = log_share(tl.load(y + from_row + at, mask=there, other=0.0), scale, top, log_total)
         x = tl.where(id == best, own, of_id)
         x = tl.where(there, x, tl.where(id == -1, 0.0, float("nan")))

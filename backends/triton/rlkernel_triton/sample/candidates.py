@@ -279,7 +279,8 @@ def filter_candidates(
     if p < 1.0:
         some = tl.max(tl.where(rank < left, before + w, 0), 0).to(tl.float32) / WEIGHT_UNITS
         mass = tl.where(left >= tokens, Z, some)
-        sure = (left <= certain) | (known_m & (left == tokens))
+        # In the order "joint" the nucleus is of the whole row, whatever min-p keeps.
+        sure = (left <= certain) | (((ORDER == 1) | known_m) & (left == tokens))
         inside = ((before.to(tl.float32) / WEIGHT_UNITS < p * mass) | (rank == 0)) & (rank < left)
     # What is kept is a prefix of the ranks: winner, last one, the mass with it and the nucleus, all in one search.
     keep = inside & (rank < tl.minimum(by_m, by_k))

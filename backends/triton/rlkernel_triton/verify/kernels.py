@@ -47,7 +47,8 @@ def row_requests(
         row = first + i + j
         inside = (j <= last - first) & (row >= 0) & (row < M)
         drafted = inside & (j < last - first) & (first + j < K)
-        draft = tl.load(draft_ids + first + j, mask=drafted, other=-1).to(tl.int64)
+        draft = tl.load(draft_ids + first + j, mask=drafted, other=0).to(tl.int64)
+        draft = tl.where(drafted, draft, -1)  # -1 of an unsigned dtype would be an id
         tl.store(rows + row, i + tl.zeros_like(j), mask=inside)
         tl.store(rows + M + row, j, mask=inside)
         tl.store(rows + 2 * M + row, draft, mask=inside)

@@ -150,6 +150,13 @@ def test_what_the_candidates_do_not_tell_is_searched_for(small, device, k, p, fa
     assert [fallback] * 2 == ((out.status & Status.FALLBACK.value) != 0).tolist()
 
 
+@pytest.mark.parametrize("order", ["topk_topp", "joint", "topp_topk"])
+def test_a_min_p_that_keeps_more_than_the_candidates_leaves_the_other_filters_theirs(small, device, order) -> None:
+    x = 0.1 * torch.randn(2, 1000, generator=torch.Generator().manual_seed(0))
+    asked = {"top_k": 3, "top_p": 0.9, "min_p": 0.05, "filter_order": order}
+    agree(x, {**asked, "seed": torch.arange(2), "step": 0, "kept_capacity": 4}, device)
+
+
 def test_ties_across_groups_go_to_the_lowest_ids(small, device) -> None:
     x = torch.zeros(1, 640)
     x[0, [600, 300, 20]] = 1.0  # best, each in a tile of its own; all others tie
