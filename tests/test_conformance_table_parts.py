@@ -91,6 +91,14 @@ def test_processes_that_share_a_table_report_what_one_does() -> None:
     assert shared["hash"] == alone["hash"]
 
 
+def test_parts_that_no_time_was_left_for_are_told_once() -> None:
+    seen = []
+    content = run("torch", EFFORT, ops=("shape_rewards",), clauses=("SR-97",), jobs=3, within=0.0, watch=seen.append)
+    assert [(p.outcome.clause, p.outcome.status, p.done) for p in seen] == [("SR-97", "not_run", 0)]
+    clauses = content["operators"]["shape_rewards@1"]["clauses"]
+    assert [c["status"] for c in clauses if c["clause"] == "SR-97"] == ["not_run"]
+
+
 def test_the_pairs_of_options_split_and_real_sizes_do_not() -> None:
     of = {a.clause.id: a.cases for a in attacks_on("logprob")}
     assert [of[name].splits for name in ("LP-97", "LP-98")] == [True, False]

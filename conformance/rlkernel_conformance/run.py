@@ -133,12 +133,17 @@ def _attack_all(
     work = [Work(s, share) for s, (due, _) in plan.items() for share in shares(due, each)]
     awaited = Counter((w.subject.op, a.clause.id) for w in work for a in w.attacks)
     parts: defaultdict[tuple[str, str], list[Outcome]] = defaultdict(list)
+    late: set[tuple[str, str]] = set()
 
     def heard(outcome: Outcome) -> None:
         nonlocal done
         of = outcome.op, outcome.clause
         with lock:
-            if outcome.status != "not_run":  # another device may
+            if outcome.status == "not_run":  # another device may
+                if of in late:
+                    return
+                late.add(of)
+            else:
                 parts[of].append(outcome)
                 if len(parts[of]) < awaited[of]:
                     return
