@@ -68,12 +68,14 @@ def _transposed(ins: Instruction) -> Step:
     lane = np.arange(16)
 
     def step(w: Waves) -> None:
-        if not w.whole:
+        active = w.mask.all(1)
+        if bool((w.mask != active[:, None]).any()):  # lanes of a wave that are off: nobody says what they give
             raise unknown(ins)
         _, here = place(w, 8)
-        rows = w.lds.read(here, 8).view(U16).reshape(-1, 4, 16, 4)  # [W, group, lane, element]
+        rows = w.lds.read(here, 8).view(U16).reshape(-1, 4, 16, 4)  # [active waves, group, lane, element]
         out = np.stack([rows[:, :, 4 * j + lane // 4, lane % 4] for j in range(4)], axis=-1)
-        got = np.ascontiguousarray(out).view(U32).reshape(-1, 64, 2)
+        got = np.zeros((w.W, 64, 2), U32)
+        got[active] = np.ascontiguousarray(out).view(U32).reshape(-1, 64, 2)
         w.put(ins.operands[0].index, got[..., 0])
         w.put(ins.operands[0].index + 1, got[..., 1])
 

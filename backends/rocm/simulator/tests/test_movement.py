@@ -145,6 +145,21 @@ def test_a_transposed_read_gives_columns() -> None:
     assert got[:16].tolist() == np.arange(64).reshape(4, 16).T.tolist()
 
 
+def test_a_transposed_read_leaves_waves_that_stand_elsewhere() -> None:
+    w = waves("gfx950", count=2)
+    w.v[1][...], w.v[4][...] = LANES * 8, 7
+    w.select(np.array([[True], [False]]))
+    run(w, "ds_read_b64_tr_b16 v[4:5], v1")
+    assert [bool((wave == 7).any()) for wave in w.v[4]] == [False, True]
+
+
+def test_a_transposed_read_with_lanes_off_is_not_modeled() -> None:
+    w = waves("gfx950")
+    run(w, "s_mov_b64 exec, 1")
+    with pytest.raises(UnknownInstructionError, match="tr_b16"):
+        run(w, "ds_read_b64_tr_b16 v[4:5], v1")
+
+
 def memory_of(*arrays):
     memory = GlobalMemory()
     for a in arrays:
