@@ -18,6 +18,7 @@ SUBJECT = Subject("torch", "logprob")
 EFFORT = Profile("test", 4, 60, thorough=True)
 CLAUSES = {c.id: c for c in OPERATORS["logprob"].clauses}
 ROWS = tuple(range(10, 21))
+TOOK = {"LP-97": 40.0, "LP-1": 90.0, "LP-2": 1.0}
 
 
 def table(prop=lambda *_: None, *, splits=True):
@@ -41,19 +42,26 @@ def in_parts(attack, number):
 
 @pytest.mark.parametrize(("clauses", "most", "expected"), [(11, 8, 5), (11, 2, 2), (1, 8, 1), (0, 8, 0)])
 def test_a_process_takes_two_clauses_at_least(clauses, most, expected) -> None:
-    found = shares(others(clauses), most)
+    found = shares(others(clauses), most, {})
     assert len(found) == expected
     assert sorted(a.clause.id for share in found for a in share) == sorted(a.clause.id for a in others(clauses))
 
 
 @pytest.mark.parametrize(("clauses", "most"), [(0, 1), (0, 6), (3, 6), (40, 6), (2, 64)])
 def test_every_part_of_a_table_is_due_once_and_no_process_has_two(clauses, most) -> None:
-    found = shares([*others(clauses), table()], most)
+    found = shares([*others(clauses), table()], most, TOOK)
     parts = [[a.part for a in share if a.clause.id == "LP-97"] for share in found]
     told = [part for share in parts for part in share]
     assert sorted(told) == [(i, len(told)) for i in range(len(told))]
     assert max(map(len, parts)) == 1
     assert len(found) <= most
+
+
+def test_what_took_longest_is_begun_first_and_processes_have_as_much_to_do() -> None:
+    found = shares([*others(4), table()], 3, TOOK)
+    assert [[a.clause.id for a in share] for share in found] == [
+        ["LP-1", "LP-97"], ["LP-0", "LP-97", "LP-2"], ["LP-3", "LP-97"]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("number", [1, 3, 20])  # 20: some parts have no rows

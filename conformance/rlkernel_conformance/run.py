@@ -112,7 +112,8 @@ def run(
         plan = _asked_for({s: due_on(s) for s in subjects}, frozenset(clauses))
         if earlier is not None:
             plan = {s: _missing(s, due, rest, earlier, sources[s.op], profile) for s, (due, rest) in plan.items()}
-        attacked = _attack_all(plan, devices, jobs, manifest, profile, watch, within)
+        took = {s: _seconds(s, earlier) for s in subjects}
+        attacked = _attack_all(plan, took, devices, jobs, manifest, profile, watch, within)
         found = {s: plan[s][1] + attacked[s.op] for s in subjects}
         by = provider(manifest) if manifest else None
         return report(found, profile, provider=by, manifest=manifest, waivers=excused, sources=sources)
@@ -120,6 +121,7 @@ def run(
 
 def _attack_all(
     plan: Plan,
+    took: Mapping[Subject, Mapping[str, float]],
     devices: tuple[str, ...],
     jobs: int,
     manifest: str | None,
@@ -130,7 +132,7 @@ def _attack_all(
     total, done, began, lock = sum(len(due) for due, _ in plan.values()), 0, time.monotonic(), Lock()
     attacked = {(s.op, a.clause.id): (s, a) for s, (due, _) in plan.items() for a in due}
     each = len(devices) * jobs // len(plan)
-    work = [Work(s, share) for s, (due, _) in plan.items() for share in shares(due, each)]
+    work = [Work(s, share) for s, (due, _) in plan.items() for share in shares(due, each, took[s])]
     awaited = Counter((w.subject.op, a.clause.id) for w in work for a in w.attacks)
     parts: defaultdict[tuple[str, str], list[Outcome]] = defaultdict(list)
     late: set[tuple[str, str]] = set()
@@ -169,6 +171,12 @@ def _asked_for(plan: Plan, clauses: frozenset[str]) -> Plan:
     for clause in clauses - known:
         raise UnknownNameError("clause", clause, known)
     return {s: _parted(due, rest, lambda a: not clauses or a.clause.id in clauses) for s, (due, rest) in plan.items()}
+
+
+def _seconds(subject: Subject, earlier: Mapping[str, Any] | None) -> dict[str, float]:
+    """What the clauses of an operator took in an earlier run, whatever came of them."""
+    clauses = {} if earlier is None else earlier["operators"].get(subject.spec.id, {})
+    return {c["clause"]: c["seconds"] for c in clauses.get("clauses", ()) if c["seconds"] > 0}
 
 
 def _missing(

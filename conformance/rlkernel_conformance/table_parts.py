@@ -1,10 +1,11 @@
-"""Tables of cases cut into parts for several processes, and the outcomes of the parts as one."""
+"""Clauses shared out to processes, tables of cases in parts; and the outcomes of the parts of one as one."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import reduce
+from statistics import median
 from typing import Final
 
 from rlkernel_conformance.attack import Attack, Table
@@ -16,22 +17,29 @@ PARTS: Final = 16  # that a table is cut into at most: of a hundred rows and mor
 _WORST_FIRST: Final = ("violated", "fault", "not_run", "held", "not_claimed")
 
 
-def shares(due: list[Attack], most: int) -> list[tuple[Attack, ...]]:
-    """Attacks for up to so many processes, a few clauses or a part of a table each at least.
+def shares(due: list[Attack], most: int, took: Mapping[str, float]) -> list[tuple[Attack, ...]]:
+    """Attacks for up to so many processes, a few clauses or a part of a table each at least; what takes longest first.
 
-    Of a table that splits each process takes a part, and of the other clauses some.
+    Args:
+        due: attacks on one operator.
+        most: processes.
+        took: seconds of clauses in an earlier run; one that is not there is taken for one of middle length.
     """
     tables = [a for a in due if isinstance(a.cases, Table) and a.cases.splits]
     others = [a for a in due if a not in tables]
     number = max(1, min(most, len(others) // SHARE + PARTS * len(tables)))
-    step = min(number, PARTS)
-    whole: list[list[Attack]] = [[] for _ in range(number)]
-    for i, table in enumerate(tables):
-        for first in range(step):
-            whole[(i * step + first) % number].append(replace(table, part=(first, step)))
-    for attack in others:
-        min(whole, key=len).append(attack)
-    return [tuple(share) for share in whole if share]
+    parts = min(number, PARTS)
+    middle = median(took.values()) if took else 1.0
+    work = [(took.get(a.clause.id, middle), a) for a in others]
+    for a in tables:
+        work += [(took.get(a.clause.id, middle) / parts, replace(a, part=(i, parts))) for i in range(parts)]
+    loads, found = [0.0] * number, [list[Attack]() for _ in range(number)]
+    for seconds, a in sorted(work, key=lambda w: -w[0]):
+        free = [i for i in range(number) if all(b.clause.id != a.clause.id for b in found[i])]
+        least = min(free, key=lambda i: (loads[i], len(found[i])))
+        found[least].append(a)
+        loads[least] += seconds
+    return [tuple(share) for share in found if share]
 
 
 def joined(subject: Subject, attack: Attack, parts: Sequence[Outcome]) -> Outcome:

@@ -68,7 +68,7 @@ def _transposed(ins: Instruction) -> Step:
     lane = np.arange(16)
 
     def step(w: Waves) -> None:
-        active = w.mask.all(1)
+        active = np.logical_and.reduce(w.mask, axis=1)
         if bool((w.mask != active[:, None]).any()):  # lanes of a wave that are off: nobody says what they give
             raise unknown(ins)
         _, here = place(w, 8)
