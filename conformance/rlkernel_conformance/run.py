@@ -26,8 +26,8 @@ from rlkernel_conformance.leak_check import CLAUSE, attacks_with_leak_check
 from rlkernel_conformance.manifests import load, provider
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.report import NOT_ASKED, has_result, present, report
+from rlkernel_conformance.shares import joined, shares
 from rlkernel_conformance.subject import Subject
-from rlkernel_conformance.table_parts import joined, shares
 from rlkernel_core.errors import ConfigError, UnknownNameError
 from rlkernel_core.spec import OPERATORS
 

@@ -1,4 +1,4 @@
-"""Tables of cases in parts: every row in one of them, and one outcome of them all."""
+"""Clauses shared out to processes: every row of a table in one part, and one outcome of all parts."""
 
 from dataclasses import asdict, replace
 
@@ -10,8 +10,8 @@ from rlkernel_conformance.compare import Violation
 from rlkernel_conformance.harness import carry_out
 from rlkernel_conformance.profiles import Profile
 from rlkernel_conformance.run import run
+from rlkernel_conformance.shares import joined, shares
 from rlkernel_conformance.subject import Subject
-from rlkernel_conformance.table_parts import joined, shares
 from rlkernel_core.spec import OPERATORS
 
 SUBJECT = Subject("torch", "logprob")
