@@ -176,9 +176,9 @@ def write_results(
     safe = tl.where(no_token, 0, winner).to(tl.int64)
     v = logits_at(x, safe, no_token == 0, column_stride, allowed, HAS_ALLOWED, UNIT)
     y = tl.where(v == top, 0.0, (v - top) / T) + 0.0  # a quotient ends in a product: `rounded_product` says why
-    log_mass = tl.log(kept_mass)
+    # A mass of 1 that powers of two have been taken out of and put back into may be off by a unit in the last place.
+    log_mass = tl.where(kept == 1, 0.0, tl.log(kept_mass))
     logprob = y - log_mass
-    # A mass of 1 that powers of two have been taken out of and put back into may be less by a unit in the last place.
     logprob = tl.where(greedy | (logprob > 0.0), 0.0, logprob)
     log_kept = tl.where(greedy | (kept == tokens), 0.0, tl.minimum(tl.log(kept_mass / Z), 0.0))
     # What a trainer computes that knows nothing of the filters; it has none beside an infinity.

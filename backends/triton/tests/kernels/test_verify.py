@@ -67,3 +67,16 @@ def test_a_bitmask_is_read_row_by_row(device) -> None:
     g = torch.Generator().manual_seed(0)
     allowed = torch.randint(-(2**31), 2**31 - 1, (K + B, 10), dtype=torch.int32, generator=g)
     assert_as_reference(target, ids, given | {"allowed": allowed}, device)
+
+
+def test_a_draft_that_alone_is_allowed_has_a_log_probability_of_0(device) -> None:
+    g = torch.Generator().manual_seed(5)
+    N, V = 64, 12
+    target, ids = torch.randn(2 * N, V, generator=g), torch.randint(0, V, (N,), generator=g)
+    allowed = torch.bitwise_left_shift(torch.tensor(1), torch.stack((ids, ids), 1).flatten()[:, None]).to(torch.int32)
+    draft = torch.softmax(torch.randn(N, V, generator=g), 1)
+    given = {"cu_draft": torch.arange(N + 1), "seed": torch.arange(N), "step": torch.zeros(N, dtype=torch.int64)}
+    given |= {"allowed": allowed, "draft_probs": draft}
+    have = verify(VerifyCall(target.to(device), ids.to(device), **{n: moved(x, device) for n, x in given.items()}))
+    assert have.accepted.tolist() == [1] * N
+    assert have.logprob.tolist() == [0.0] * (2 * N)
