@@ -26,6 +26,7 @@ Compute = Callable[..., Any]
 Place = Callable[[Waves], tuple[Lanes, Array, Lanes | None]]
 # The bits of M0 that name a place in LDS: 16, and as many as gfx950's 160 KiB need. LLVM puts such places there.
 _PLACE_IN_LDS: Final = {"gfx950": 0x3FFFF}
+_NOWHERE: Final = 0x7FFFFFFF  # in M0 of a wave whose load Triton wants dropped: beyond any LDS
 # name -> (numpy type, (old, operand) -> new)
 ATOMICS: Final[Mapping[str, tuple[Any, Compute]]] = {
     "add": (U32, np.add), "sub": (U32, np.subtract), "and": (U32, np.bitwise_and), "or": (U32, np.bitwise_or),
@@ -177,10 +178,12 @@ def _load_to_lds(ins: Instruction, size: int, place: Place) -> Step:
     offset = ins.number("offset")
 
     def put(w: Waves, lanes: Lanes, data: Array) -> None:
-        waves, lane = lanes
+        kept = w.s[lanes[0], M0] != _NOWHERE
+        (waves, lane), data = (lanes[0][kept], lanes[1][kept]), data[kept]
         first = w.s[waves, M0] & U32(_PLACE_IN_LDS.get(w.arch, 0xFFFF))
         here = first.astype(I64) + offset + lane * size
-        w.lds.write(lds.at(w, lanes, here, size), data)
+        if len(here):
+            w.lds.write(lds.at(w, (waves, lane), here, size), data)
 
     def step(w: Waves) -> None:
         lanes, at, beyond = place(w)

@@ -32,7 +32,7 @@ from cdna_simulator.formats import (
 )
 from cdna_simulator.integers import Compute
 from cdna_simulator.lanes import sdwa
-from cdna_simulator.operands import Reader, Step, f16, f32, u32, unknown
+from cdna_simulator.operands import Reader, Step, bits32, f16, f32, signed, u32, unknown
 from cdna_simulator.vector import Destination, largest, median, smallest, three, whole_number
 from cdna_simulator.waves import Waves
 
@@ -282,8 +282,8 @@ def bind(ins: Instruction) -> Step | None:
             if to_bits and ins.modifiers.get("src0_sel", "DWORD") != "DWORD":
                 raise unknown(ins)
             if name == "v_cvt_f32_f16":
-                part = sdwa(ins, 0, u32(ins.operands[1]))
-                read = lambda w: from_f16(np.asarray(part(w)))  # noqa: E731 one of several readers
+                part = sdwa(ins, 0, bits32(ins.operands[1]))
+                read = signed(ins.operands[1], lambda w: from_f16(np.asarray(part(w))))
             elif not to_bits:
                 read = sdwa(ins, 0, read)
         elif ins.encoding == "dpp" or "op_sel" in ins.modifiers:

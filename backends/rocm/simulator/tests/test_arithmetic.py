@@ -123,6 +123,13 @@ def test_a_sum_with_a_carry_takes_the_bytes_that_sdwa_names() -> None:
     assert (w.v[2][0, 0], w.s[0, 106]) == (0, 0xFFFFFFFF)
 
 
+def test_the_size_of_a_half_that_sdwa_names() -> None:
+    w = waves()
+    w.v[1][...] = 0xC2003C00  # -3 and 1
+    run(w, "v_cvt_f32_f16_sdwa v4, |v1| dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:WORD_1")
+    assert floats(w, 4)[0].tolist() == [3.0] * 64
+
+
 def test_a_sum_of_floats_goes_to_the_byte_that_sdwa_names() -> None:
     """Adding 2^23 leaves a whole number in the low bits of a float: quantizers store it so."""
     w = waves()

@@ -203,6 +203,14 @@ def test_a_buffer_loads_into_lds_lane_after_lane() -> None:
     assert w.lds.data.view(np.uint32)[4:68].tolist() == list(range(63, -1, -1))
 
 
+def test_a_load_into_lds_of_a_wave_that_triton_leaves_out_writes_nothing() -> None:
+    x = np.arange(64, dtype=np.uint32)
+    w = waves("gfx950", memory=memory_of(x))
+    address(w, 2, x, 4)
+    run(w, "s_mov_b32 m0, 0x7fffffff", "global_load_lds_dword v[2:3], off")
+    assert not w.lds.data.any()
+
+
 def test_global_memory_loads_into_lds_lane_after_lane() -> None:
     x = np.arange(256, dtype=np.uint32)
     w = waves("gfx950", lds=2048, memory=memory_of(x))
