@@ -213,7 +213,21 @@ CASES = {
             },
             2**-7,
             2**-8,
-        )
+        ),
+        (
+            "LoRAs in fp64 at an odd address",
+            lambda: (INPUTS, weights("int4_g128")),
+            {
+                "lora": LoRA(
+                    drawn(2, 1, 256, dtype=torch.float64, seed=4, scale=0.1),
+                    drawn(1 + 2 * 64, dtype=torch.float64, seed=5)[1:].view(2, 64, 1),
+                    0.5,
+                ),
+                "lora_ends": torch.tensor([2, 4], dtype=torch.int32),
+            },
+            2**-7,
+            2**-8,
+        ),
     ],
 }
 ROWS = [(op, *case) for op, cases in CASES.items() for case in cases]

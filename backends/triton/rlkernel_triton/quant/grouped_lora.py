@@ -36,8 +36,9 @@ def add_low_rank(x: Tensor, lora: LoRA, ends: Tensor, out: Tensor, plan: Plan | 
         out: [M, N] contiguous, fp32 or of the dtype of x.
         plan: of calls of one shape.
     """
-    t = _multiply_in(x, lora.A.contiguous().transpose(1, 2), ends, plan, "x A^T")
-    B, rounds = lora.B.contiguous().transpose(1, 2), rounds_low_rank(x.dtype, lora.B.dtype, out.dtype)
+    A, B = _factor(lora.A).transpose(1, 2), _factor(lora.B).transpose(1, 2)
+    t = _multiply_in(x, A, ends, plan, "x A^T")
+    rounds = rounds_low_rank(x.dtype, B.dtype, out.dtype)
     _multiply_out(t, B, ends, float(lora.scale), out, plan, "t B^T", rounds=rounds)
 
 
@@ -54,7 +55,7 @@ def add_low_rank_backward(
         wanted: which of the three.
         plan: of backward passes of one shape.
     """
-    x, dh, A, B, scale = x.contiguous(), dh.contiguous(), lora.A.contiguous(), lora.B.contiguous(), float(lora.scale)
+    x, dh, A, B, scale = x.contiguous(), dh.contiguous(), _factor(lora.A), _factor(lora.B), float(lora.scale)
     dx = da = db = None
     if wanted[0] or wanted[1]:
         low = _multiply_in(dh, B, ends, plan, "dh B", any_alignment=("a",))  # a gradient may arrive at any address
@@ -68,6 +69,11 @@ def add_low_rank_backward(
         t = _multiply_in(x, A.transpose(1, 2), ends, plan, "x A^T again")
         db = _over_rows(dh, t.sum(0), ends, plan, "dh^T t") * scale
     return dx, da, db
+
+
+def _factor(x: Tensor) -> Tensor:
+    """A or B as kernels read it: fp64, which no product is in and Triton cannot bring into gfx950's LDS, as fp32."""
+    return (x.float() if x.dtype == torch.float64 else x).contiguous()
 
 
 def rounds_low_rank(x: torch.dtype, c: torch.dtype, out: torch.dtype) -> bool:
