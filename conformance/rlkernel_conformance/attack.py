@@ -41,7 +41,7 @@ class Table:
     rows: Callable[[Subject], Sequence[Any]]  # subject -> all cases
     simpler: Callable[[Subject, Any], Iterator[Any]]  # cases that are a little simpler than one that fails
     coverage: Callable[[Subject, Sequence[Any]], Coverage]  # by the cases that were executed
-    splits: bool = False  # several processes may take some rows each: all are small
+    splits: bool = False  # small rows: several processes may run some each
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Attack:
     examples: tuple[Any, ...] = ()  # tried first, always: every bug that was ever found
     scale: float = 1.0  # examples of a profile times this
     memory: int = 0  # bytes on a device, without which it is not carried out; on a host it then never is
-    part: tuple[int, int] = (0, 1)  # of a table's rows: from the first number on, each so many-th
+    part: tuple[int, int] = (0, 1)  # (first, step): every step-th row of a table; without a table it says nothing
 
     @property
     def name(self) -> str:

@@ -38,7 +38,7 @@ class Outcome:
     executed: int = 0  # cases
     measures: dict[str, float] = field(default_factory=dict)  # worst error over tolerance, by output
     features: tuple[str, ...] = ()  # features that its calls needed
-    coverage: dict[str, Any] = field(default_factory=dict)  # of a table: executed, possible, missed
+    coverage: dict[str, Any] = field(default_factory=dict)  # of a table: executed, possible, missed; of a part: rows
     seconds: float = 0.0
     call: str = ""  # the last call of the failing case, in words
 
@@ -149,7 +149,7 @@ def try_all(
     shrink: bool = True,
     part: tuple[int, int] = (0, 1),
 ) -> None:
-    """Run `body` on the rows of a table, or a part of them, until one raises; raises that of a simpler case if it can.
+    """Run `body` on rows of a table until one raises; raise the error of a simpler case, if there is one.
 
     Raises:
         Unsatisfiable: no row is a case.

@@ -70,7 +70,7 @@ def run(
         clauses: ids such as "SA-08"; the others are `not_run`, and the report is unfinished. Empty for all.
         devices: devices of one kind that share the work; the report names the first.
         jobs: operators attacked at the same time on each device; where there are fewer, they are attacked by several,
-            which take some clauses each, and of the pairs of options some calls each.
+            each with some clauses, and with some calls of the clause on pairs of options.
         manifest: "module:attribute" of the backend's manifest; None for an installed one.
         waivers: file of waivers, see `rlkernel_conformance.waivers`.
         watch: told every outcome of an attack as it comes.

@@ -1,4 +1,4 @@
-"""Clauses shared out to processes, tables of cases in parts; and the outcomes of the parts of one as one."""
+"""Share clauses out to processes, cut tables of cases into parts, and join the outcomes of the parts."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from rlkernel_conformance.attack import Attack, Table
 from rlkernel_conformance.harness import Outcome
 from rlkernel_conformance.subject import Subject
 
-SHARE: Final = 2  # clauses for which another process is worth its start: compilation takes most of the time
-PARTS: Final = 16  # that a table is cut into at most: of a hundred rows and more, so many are worth a process, too
+SHARE: Final = 2  # clauses that are worth another process
+PARTS: Final = 16  # of a table at most: it has a hundred rows and more
 _WORST_FIRST: Final = ("violated", "fault", "not_run", "held", "not_claimed")
 
 
 def shares(due: list[Attack], most: int, took: Mapping[str, float]) -> list[tuple[Attack, ...]]:
-    """Attacks for up to so many processes, a few clauses or a part of a table each at least; what takes longest first.
+    """Share attacks out to processes, each with a few clauses or a part of a table at least, and the longest first.
 
     Args:
         due: attacks on one operator.
-        most: processes.
-        took: seconds of clauses in an earlier run; one that is not there is taken for one of middle length.
+        most: processes at most.
+        took: seconds of clauses in an earlier run; a clause that is not there counts as the median.
     """
     tables = [a for a in due if isinstance(a.cases, Table) and a.cases.splits]
     others = [a for a in due if a not in tables]
@@ -43,7 +43,7 @@ def shares(due: list[Attack], most: int, took: Mapping[str, float]) -> list[tupl
 
 
 def joined(subject: Subject, attack: Attack, parts: Sequence[Outcome]) -> Outcome:
-    """The outcome of a clause from those of its parts: the worst, with the cases and the coverage of all.
+    """Join the outcomes of a clause's parts: the worst of them, with the cases and the coverage of all.
 
     Args:
         subject: what was attacked.

@@ -215,6 +215,16 @@ CASES = {
             2**-8,
         ),
         (
+            "fp32 inputs, LoRAs in bf16",
+            lambda: (INPUTS.float(), weights("int4_g128")),
+            {
+                "lora": LoRA(drawn(2, 4, 256, dtype=BF16, seed=4, scale=0.1), drawn(2, 64, 4, dtype=BF16, seed=5), 0.5),
+                "lora_ends": torch.tensor([2, 4], dtype=torch.int32),
+            },
+            1e-5,
+            1e-5,
+        ),
+        (
             "LoRAs in fp64 at an odd address",
             lambda: (INPUTS, weights("int4_g128")),
             {

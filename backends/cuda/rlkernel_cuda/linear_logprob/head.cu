@@ -152,7 +152,7 @@ head(const __grid_constant__ Map x_map, const __grid_constant__ Map w_map, unsig
         m1 = fmaxf(m1, __shfl_xor_sync(0xffffffffu, m1, x));
       }
       float e0 = 0.f, e1 = 0.f, w0 = 0.f, w1 = 0.f;
-      // The top goes before the scale comes: where all ids hold one large number, y s - m s is a rounding error.
+      // Subtract the top before scaling: if all ids hold one large number, y s - m s is a rounding error.
 #pragma unroll
       for (int j = 0; j < 32; j++)
 #pragma unroll

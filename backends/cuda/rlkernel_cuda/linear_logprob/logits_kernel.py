@@ -155,7 +155,7 @@ def _consume(
             if col0 + BN > V:
                 acc = gl.where((col0 + cols < V)[None, :], acc, FAR)
             m = gl.max(acc, 1)
-            # The top goes before the scale comes: where all ids hold one large number, y s - m s is a rounding error.
+            # Subtract the top before scaling: if all ids hold one large number, y s - m s is a rounding error.
             acc -= m[:, None]
             d = acc * s2[:, None]
             e = gl.exp2(d)

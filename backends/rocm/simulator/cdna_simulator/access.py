@@ -26,7 +26,7 @@ Compute = Callable[..., Any]
 Place = Callable[[Waves], tuple[Lanes, Array, Lanes | None]]
 # The bits of M0 that name a place in LDS: 16, and as many as gfx950's 160 KiB need. LLVM puts such places there.
 _PLACE_IN_LDS: Final = {"gfx950": 0x3FFFF}
-_NOWHERE: Final = 0x7FFFFFFF  # in M0 of a wave whose load Triton wants dropped: beyond any LDS
+_NOWHERE: Final = 0x7FFFFFFF  # beyond any LDS: Triton puts it in M0 of a wave whose load writes nothing
 # name -> (numpy type, (old, operand) -> new)
 ATOMICS: Final[Mapping[str, tuple[Any, Compute]]] = {
     "add": (U32, np.add), "sub": (U32, np.subtract), "and": (U32, np.bitwise_and), "or": (U32, np.bitwise_or),

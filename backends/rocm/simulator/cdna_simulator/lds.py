@@ -69,7 +69,7 @@ def _transposed(ins: Instruction) -> Step:
 
     def step(w: Waves) -> None:
         active = np.logical_and.reduce(w.mask, axis=1)
-        if bool((w.mask != active[:, None]).any()):  # lanes of a wave that are off: nobody says what they give
+        if bool((w.mask != active[:, None]).any()):  # no manual says what a wave reads with some lanes off
             raise unknown(ins)
         _, here = place(w, 8)
         rows = w.lds.read(here, 8).view(U16).reshape(-1, 4, 16, 4)  # [active waves, group, lane, element]

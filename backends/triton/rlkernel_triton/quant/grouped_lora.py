@@ -72,12 +72,12 @@ def add_low_rank_backward(
 
 
 def _factor(x: Tensor) -> Tensor:
-    """A or B as kernels read it: fp64, which no product is in and Triton cannot bring into gfx950's LDS, as fp32."""
+    """A or B as kernels read it. fp64 becomes fp32: no product is in fp64, and gfx950 cannot load it into its LDS."""
     return (x.float() if x.dtype == torch.float64 else x).contiguous()
 
 
 def rounds_low_rank(x: torch.dtype, c: torch.dtype, out: torch.dtype) -> bool:
-    """Whether x A^T is rounded to bfloat16, as x and the other factor c are; fp16 has too short a range for it."""
+    """Whether x A^T is rounded to bfloat16: if x and the other factor c are. It could overflow fp16."""
     return x == c == torch.bfloat16 and out == torch.float32
 
 

@@ -176,7 +176,7 @@ def write_results(
     safe = tl.where(no_token, 0, winner).to(tl.int64)
     v = logits_at(x, safe, no_token == 0, column_stride, allowed, HAS_ALLOWED, UNIT)
     y = tl.where(v == top, 0.0, (v - top) / T) + 0.0  # a quotient ends in a product: `rounded_product` says why
-    # A mass of 1 that powers of two have been taken out of and put back into may be off by a unit in the last place.
+    # Dividing a mass of 1 by powers of two and multiplying it again may change its last bit.
     log_mass = tl.where(kept == 1, 0.0, tl.log(kept_mass))
     logprob = y - log_mass
     logprob = tl.where(greedy | (logprob > 0.0), 0.0, logprob)
