@@ -15,7 +15,7 @@ from rlkernel_conformance import report as reports
 from rlkernel_conformance.attack_sources import attack_sources
 from rlkernel_conformance.harness import Outcome
 from rlkernel_conformance.leak_check import CLAUSE
-from rlkernel_conformance.manifests import importable, known, load
+from rlkernel_conformance.manifests import importable, known, load, sources_of
 from rlkernel_conformance.profiles import PROFILES
 from rlkernel_conformance.subject import Subject
 from rlkernel_core.errors import ConfigError, ResolutionError
@@ -147,11 +147,8 @@ COMPILING = "PYTHONPATH=backends/triton/tools AOT_MISSING=missing.jsonl"
     ("name", "command"),
     [
         ("rocm-simulated-gfx942", "python tools/simulated_reports.py gfx942 whiten --to {parent}"),
-        ("aot-sm90", f"{COMPILING} {RUN.format('aot')}"),
-        (
-            "orin-ptx",
-            f"{COMPILING} AOT_CODE=ptx {RUN.format('orin-ptx')}",
-        ),
+        ("aot-sm90", f"{COMPILING} {RUN.format('aot-compiling')}"),
+        ("orin-ptx", f"{COMPILING} AOT_CODE=ptx {RUN.format('orin-ptx')}"),
     ],
 )
 def test_a_report_that_a_tool_of_the_clone_has_made_is_renewed_by_that_tool(name, command) -> None:
@@ -163,6 +160,18 @@ def test_a_report_that_a_tool_of_the_clone_has_made_is_renewed_by_that_tool(name
     assert [t for t in tools if not (COMMITTED.parents[1] / t.removeprefix("PYTHONPATH=")).exists()] == []
 
 
+@pytest.mark.parametrize("name", ["aot-sm90", "orin-ptx"])
+def test_a_report_of_what_compiles_missing_builds_is_compared_with_it(name) -> None:
+    found = evidence.manifest_of(documents.read(COMMITTED / name))
+    assert found is not None
+    assert found.impls[0].target.partition(":")[0] == "aot_compile_missing"
+
+
+def test_the_command_that_renews_a_report_names_no_installed_backend_with_a_manifest() -> None:
+    named = {e.backend for e in evidence.evidence(COMMITTED) if "--manifest" in e.command}
+    assert named & set(known()) == set()
+
+
 def test_the_command_line_prints_what_is_due_and_json_has_all(cli) -> None:
     put("old", sources="0" * 16)
     put("new")
@@ -170,11 +179,18 @@ def test_the_command_line_prints_what_is_due_and_json_has_all(cli) -> None:
     assert "1 of 2 to renew" in said
     assert "--report conformance/reports/old" in said
     assert "--report conformance/reports/new" not in said
+    assert "more are of backends that are not here" not in said
     rows = json.loads(cli("conformance", "evidence", "--op", "whiten", "--json").stdout)
     assert [(r["report"], r["state"], bool(r["command"])) for r in rows] == [
         ("new", "current", False),
         ("old", "older", True),
     ]
+
+
+def test_the_command_line_says_how_many_reports_it_cannot_compare(cli) -> None:
+    put("acme", backend="acme", manifest="no_such_module:backend")
+    said = cli("conformance", "evidence", "--op", "whiten").stdout
+    assert said.splitlines()[-1] == "1 more are of backends that are not here to compare with: acme"
 
 
 def test_a_folder_without_reports_is_an_error(tmp_path) -> None:
@@ -244,6 +260,15 @@ def test_a_policy_that_needs_conformance_passes_over_what_no_report_holds_for(cl
         assert rejected.reason.fix.startswith("rlkernel conformance run torch --op whiten")
         with pytest.raises(ResolutionError, match=code):
             rlkernel.whiten(torch.tensor([1.0, 3.0]))
+
+
+def test_a_report_of_another_manifest_by_that_name_is_no_evidence(cli) -> None:
+    where = "rlkernel_triton.interpreted:backend"
+    with importable():
+        put(manifest=where, sources=sources_of(load(where), "whiten@1", "cpu"))
+    with conformant():
+        [rejected] = [r for r in rlkernel.explain("whiten").decision.rejected if r.backend == "torch"]
+    assert (rejected.reason.slug, rejected.reason.text.endswith("of other sources")) == ("evidence/older", True)
 
 
 def test_a_report_made_with_another_torch_is_older(cli) -> None:

@@ -253,6 +253,9 @@ def _evidence(*, effort: Effort) -> bool:
     cells = [(e.report, e.op, e.state, str(e.clauses), f"{e.seconds:.0f}" if e.seconds else "") for e in due]
     print_table(("report", "operator", "", "clauses", "seconds"), cells, title=f"{len(due)} of {len(found)} to renew")
     typer.echo("".join(f"{e.command}\n" for e in due), nl=False)
+    if unknown := [e for e in found if e.state == "unknown"]:
+        named = ", ".join(dict.fromkeys(e.report for e in unknown))
+        typer.echo(f"{len(unknown)} more are of backends that are not here to compare with: {named}")
     return True
 
 

@@ -38,8 +38,9 @@ RENEWABLE: Final = ("older", "changed", "missing", "absent")
 _CHANGES_NOTHING: Final = ("numpy",)  # packages of a report that no kernel computes with
 # Modules whose reports tools/simulated_reports.py makes, at an effort of its own.
 _SIMULATED: Final = "rlkernel_rocm.simulated."
-# backends/triton/tools/aot_compile_missing.py, which bundles that lack a build need, and the name that it had before
-_COMPILING: Final = ("aot_compile_missing", "aot_growing")
+# backends/triton/tools/aot_compile_missing.py compiles the builds that a bundle lacks; older reports know it by another name.
+_COMPILING: Final = "aot_compile_missing"
+_RENAMED: Final = {"aot_growing": _COMPILING}
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,10 @@ def unproved(folder: str, packages: Mapping[str, str], backend: str, call: Call)
         fix += f" --device {call.device} --report {folder}/{backend}"
         return Reason("evidence", "none", f"no report in {folder} is of {about}", fix)
     said: list[Reason] = []
+    manifest = here(backend)  # what would run; a report may be of another manifest by this name
+    now = {} if manifest is None else {call.op: sources_of(manifest, call.op, call.device)}
     for path, content in mine:
         found, command = content["operators"][call.op], renewal(content, call.op, path.parent)
-        manifest = manifest_of(content)
-        now = {} if manifest is None else {call.op: sources_of(manifest, call.op, call.device)}
         state, due = _state(call.op, found, now, at_hand=manifest is not None)
         changed = _versions(content, found, packages) if state in {"current", "changed", "missing"} else "sources"
         if changed:
@@ -173,7 +174,7 @@ def manifest_of(content: Mapping[str, Any]) -> Backend | None:
 def _packages() -> set[str]:
     """The packages that manifests stand in, and ours that hold some which no distribution names."""
     named = {where.partition(":")[0].partition(".")[0] for where in known().values()}
-    return named | {"rlkernel_conformance", *(module.partition(".")[0] for module in (_SIMULATED, *_COMPILING))}
+    return named | {"rlkernel_conformance", *(module.partition(".")[0] for module in (_SIMULATED, _COMPILING))}
 
 
 def sources(manifest: Backend, device: str) -> dict[str, str]:
@@ -221,15 +222,17 @@ def renewal(content: Mapping[str, Any], op: str, folder: Path) -> str:
     name = ALIASES.get(content["backend"], content["backend"])
     profile = content["operators"].get(op, content)["profile"]
     manifest = _named(content)
-    module = (manifest or _first_target(content)).partition(":")[0]
+    module = (manifest or "").partition(":")[0]
     if profile not in PROFILES and module.startswith(_SIMULATED):
         arch = module.removeprefix(_SIMULATED)
         return f"python tools/simulated_reports.py {arch} {op.partition('@')[0]} --to {folder.parent}"
     variables = [run["environment"]["variables"] for run in content["runs"].values()]
     before = ["TRITON_INTERPRET=1"] * any(v.get("TRITON_INTERPRET") == "1" for v in variables)
-    if module in _COMPILING:
-        manifest = f"{_COMPILING[0]}:backend"
-        before += ["PYTHONPATH=backends/triton/tools AOT_MISSING=missing.jsonl", *["AOT_CODE=ptx"] * (name != "aot")]
+    if module == _COMPILING:
+        before += [
+            "PYTHONPATH=backends/triton/tools AOT_MISSING=missing.jsonl",
+            *["AOT_CODE=ptx"] * (name == "orin-ptx"),
+        ]
     words = [
         *before,
         f"rlkernel conformance run {name} --op {op.partition('@')[0]} --missing",
@@ -243,10 +246,13 @@ def renewal(content: Mapping[str, Any], op: str, folder: Path) -> str:
 
 def _named(content: Mapping[str, Any]) -> str | None:
     """Where a manifest stands that no distribution names: as the report says, else beside the implementations."""
-    if content["manifest"] or ALIASES.get(content["backend"], content["backend"]) in known():
-        return content["manifest"]
-    module = _first_target(content).partition(":")[0]
-    return f"{module}:backend" if module else None
+    if content["manifest"]:
+        module, _, attribute = content["manifest"].partition(":")
+    elif ALIASES.get(content["backend"], content["backend"]) in known():
+        return None
+    else:
+        module, attribute = _first_target(content).partition(":")[0], "backend"
+    return f"{_RENAMED.get(module, module)}:{attribute}" if module else None
 
 
 def _first_target(content: Mapping[str, Any]) -> str:

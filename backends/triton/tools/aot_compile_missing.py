@@ -1,9 +1,12 @@
 """Bundles that grow: a build that none has is compiled when it is asked for, and written down.
 
-    AOT_MISSING=missing.jsonl rlkernel conformance run aot --manifest aot_compile_missing:backend --device cuda
+    rlkernel aot build --op whiten --target sm_90
+    PYTHONPATH=backends/triton/tools AOT_MISSING=missing.jsonl rlkernel conformance run aot-compiling \\
+        --device cuda --manifest aot_compile_missing:backend
 
-What stands in the file afterwards is what the bundle lacked, and beside it, in `missing/`, lies a bundle of each build.
-It runs this GPU's own machine code, with AOT_CODE=ptx the code for sm_87 through the driver's compiler. Needs Triton.
+What stands in the file afterwards is what the bundles lacked, and beside it, in `missing/`, lies a bundle of each build.
+The backend runs this GPU's own machine code; with AOT_CODE=ptx it is `orin-ptx`, which runs the code for sm_87 through
+the driver's compiler. Needs Triton, and one bundle with code of that kind.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ class CompilingBackend(BundleBackend):
 
 
 _PTX = os.environ.get("AOT_CODE") == "ptx"
-backend = manifest("orin-ptx" if _PTX else "aot", "aot_compile_missing", arch=("sm80+",))
+backend = manifest("orin-ptx" if _PTX else "aot-compiling", "aot_compile_missing", arch=("sm80+",))
 _backend = CompilingBackend(lambda: [folder()], ("sm_87", "ptx") if _PTX else None)
 
 
