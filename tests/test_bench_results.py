@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
-import subprocess
-import sys
-from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -17,7 +13,6 @@ from rlkernel_bench.plots import SERIES, bars, curves, draw, finding, lines, pic
 from rlkernel_bench.report import as_csv, markdown, summary
 from rlkernel_bench.results import read, read_all, seal, write
 
-from rlkernel_conformance import documents
 from rlkernel_core.errors import ConfigError, FileError
 
 ROOT = Path(__file__).parents[1]
@@ -317,58 +312,3 @@ def test_a_run_on_the_command_line_leaves_results_and_a_report(cli, tmp_path) ->
     assert read(folder)["results"][0]["candidates"][0]["name"] == "reference"
     assert cli("bench", "report", str(folder)).exit_code == 0
     assert "policy_loss" in (folder / "report.md").read_text()
-
-
-def gpu_all():
-    spec = importlib.util.spec_from_file_location("gpu_all", ROOT / "tools" / "gpu_all.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_backends_for_other_hardware_take_no_time_of_a_gpu(monkeypatch) -> None:
-    folders = {"triton": "t", "cuda": "c", "rocm": "r", "aiter": "r"}
-    monkeypatch.setattr("rlkernel.probe.arch_of", lambda device: "sm90")
-    assert gpu_all().made_for(folders, "cuda:0") == ["triton", "cuda"]
-
-
-def test_the_backends_of_a_clone_are_found_as_our_own_without_an_installation(tmp_path) -> None:
-    folders = gpu_all().distributions(tmp_path)
-    assert {"torch", "triton", "cuda"} <= set(folders)
-    found = {
-        e.name: (d.name, e.value) for d in distributions(path=[str(tmp_path)]) for e in d.entry_points
-        if e.group == "rlkernel.backends"
-    }  # fmt: skip
-    assert found["triton"] == ("rlkernel-triton", "rlkernel_triton:backend")
-    assert found["torch"] == ("rlkernel", "rlkernel_torch:backend")
-
-
-def test_suites_that_share_backends_share_a_process() -> None:
-    found = gpu_all().groups(["logprob", "sample", "linear_logprob", "capture"], ["triton", "torch"])
-    assert found == [
-        (["triton", "torch"], ["logprob", "sample"]),
-        (["triton"], ["linear_logprob"]),
-        (["triton", "torch"], ["capture"]),
-    ]
-
-
-def test_a_run_of_what_is_missing_begins_with_what_the_committed_report_says_of_the_operator(
-    tmp_path, monkeypatch
-) -> None:
-    monkeypatch.setattr("rlkernel.probe.arch_of", lambda device: "x86_64")
-    assert gpu_all().committed("torch", "whiten", "cpu", tmp_path / "whiten") == ["--missing"]
-    assert list(documents.read(tmp_path / "whiten")["operators"]) == ["whiten@1"]
-    monkeypatch.setattr("rlkernel.probe.arch_of", lambda device: "another")
-    gpu_all().committed("torch", "whiten", "cpu", tmp_path / "elsewhere")
-    assert not (tmp_path / "elsewhere").exists()
-
-
-@pytest.mark.slow  # the longest test of results
-def test_one_call_brings_benchmarks_home_from_a_machine(tmp_path) -> None:
-    command = [sys.executable, "tools/gpu_all.py", "--out", str(tmp_path), "--device", "cpu", "--size", "toy"]
-    command += ["--only", "bench", "--suites", "policy_loss", "--backends", "torch", "--peers", "none"]
-    done = subprocess.run([*command, "--seconds", "0.001"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [r["suite"] for r in read(tmp_path / "bench")["results"]] == ["policy_loss", "policy_loss"]
-    assert json.loads((tmp_path / "summary.json").read_text())["steps"][0]["rc"] == 0

@@ -8,10 +8,13 @@ Nothing needs to be installed but the dependencies. Distributions of the clone (
 with a pyproject.toml) are made visible to discovery by metadata written on the fly. Tests and conformance share the
 card; the benchmarks have it alone. What runs out of time is ended and said so.
 
-With --missing the conformance reports that come back hold, besides what was run, what was known of the same operators:
-`rlkernel conformance report conformance-BACKEND-PROFILE.json --report conformance/reports/NAME` renews a committed one.
+    python tools/gpu_all.py --out $OUT --only conformance --missing --reports triton,orin-ptx
 
-Writes summary.json, log.txt, tests.json, conformance-BACKEND-PROFILE.json and bench/results.json under --out.
+The last carries out the commands of `rlkernel conformance evidence` for reports of this kind of GPU, on all GPUs that
+are here, and begins with what took longest. What comes back renews a committed report:
+`rlkernel conformance report conformance-NAME.json --report conformance/reports/NAME`.
+
+Writes summary.json, log.txt, tests.json, conformance-NAME.json and bench/results.json under --out.
 """
 
 from __future__ import annotations
@@ -19,16 +22,19 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
 import xml.etree.ElementTree as ET
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,6 +53,7 @@ SUITES = (
 LARGE = {"linear_logprob", "linear_policy_loss"}  # where plain torch would take most of the time
 LIMIT = 240  # seconds for a clause: many compile at the same time, on a cold cache
 LAST = 15.0  # seconds for a run of the suite to write its report when its time is over
+NONE: Mapping[str, str] = {}
 CORES = len(os.sched_getaffinity(0))
 JOBS = max(2, CORES - 2)  # processes that share the card: most of their time is compilation
 
@@ -98,7 +105,9 @@ class Session:
         """Seconds until everything has to be done."""
         return self.until - time.monotonic()
 
-    def run(self, name: str, command: list[str], limit: float, *, bare: bool = False) -> dict[str, Any]:
+    def run(
+        self, name: str, command: list[str], limit: float, *, bare: bool = False, variables: Mapping[str, str] = NONE
+    ) -> dict[str, Any]:
         """One process with a time limit; it and what it started are ended when that is over."""
         start = time.monotonic()
         step: dict[str, Any] = {"step": name, "command": command, "limit_s": round(limit)}
@@ -109,7 +118,7 @@ class Session:
                 stdout=said,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env=self.bare if bare else self.environ,
+                env={**(self.bare if bare else self.environ), **variables},
                 start_new_session=True,
             )
             try:
@@ -176,10 +185,9 @@ def conformance(session: Session, backends: list[str], asked: argparse.Namespace
     pairs = [(backend, op) for backend, ops in claimed.items() for op in wanted if op in ops]
     workers = str(max(1, CORES // max(1, len(pairs))))
     jobs = []
-    for profile in asked.profile.split(","):
+    for profile in (asked.profile or "standard").split(","):
         for backend, op in pairs:
-            folder = session.work / "conformance" / profile / backend / op
-            known = committed(backend, op, asked.device, folder) if asked.missing else []
+            folder = session.work / "conformance" / f"{backend}-{profile}" / op
             command = [sys.executable, "-m", "rlkernel", "conformance", "run", backend, "--op", op]
             command += [
                 "--profile",
@@ -192,41 +200,96 @@ def conformance(session: Session, backends: list[str], asked: argparse.Namespace
                 str(LIMIT),
                 "--report",
                 str(folder),
-                *known,
             ]
             name = f"conformance of {backend} {op}, {profile}"
             jobs.append(lambda c=command, n=name: attacked(session, n, c, until))
     return jobs
 
 
-def committed(backend: str, op: str, device: str, folder: Path) -> list[str]:
-    """Put what a committed report says of an operator into a folder; the word that has a run do the rest."""
+def renewals(session: Session, asked: argparse.Namespace, until: float) -> list[Any]:
+    """What the committed reports of this kind of device lack, as jobs: the commands that `evidence` names."""
     from rlkernel.probe import arch_of
     from rlkernel_conformance.documents import read, write
+    from rlkernel_conformance.evidence import RENEWABLE, evidence
     from rlkernel_conformance.report import architectures, only
-    from rlkernel_core.spec import OPERATORS
 
-    for file in sorted((ROOT / "conformance" / "reports").glob("*/report.json")):
-        content, op_id = read(file), OPERATORS[op].id
-        about = (content["backend"], content["device"].partition(":")[0], architectures(content))
-        if about == (backend, device.partition(":")[0], [str(arch_of(device))]) and op_id in content["operators"]:
-            write(only(content, [op_id]), folder)
-    return ["--missing"]
+    reports, arch = ROOT / "conformance" / "reports", str(arch_of(asked.device))
+    names = asked.reports.split(",") if asked.reports else [f.parent.name for f in reports.glob("*/report.json")]
+    contents = {name: read(reports / name) for name in names}
+    here = (asked.device.partition(":")[0], [arch])
+    mine = {n for n, c in contents.items() if (c["device"].partition(":")[0], architectures(c)) == here}
+    due = [e for e in evidence(reports) if e.state in RENEWABLE and e.report in mine]
+    if asked.ops:
+        due = [e for e in due if e.op.partition("@")[0] in asked.ops.split(",")]
+    if any(word.startswith("AOT_MISSING=") for e in due for word in shlex.split(e.command)):  # what compiles needs one
+        build = [sys.executable, "-m", "rlkernel", "aot", "build", "--op", "whiten", "--out", str(bundle(session.work))]
+        targets = dict.fromkeys(("sm_87", arch.replace("sm", "sm_")))
+        session.run("a bundle", [*build, *(w for t in targets for w in ("--target", t))], until - time.monotonic())
+    usual = median([e.seconds for e in due if e.seconds] or [1.0])
+    due.sort(key=lambda e: -(e.seconds or usual))
+    in_all = sum(e.seconds or usual for e in due)
+    jobs = []
+    for number, e in enumerate(due):
+        op = e.op.partition("@")[0]
+        folder = session.work / "conformance" / e.report / op
+        if e.op in contents[e.report]["operators"]:
+            write(only(contents[e.report], [e.op]), folder)
+        variables, command = renewing(e.command, folder, session)
+        if cards() > 1:
+            variables["CUDA_VISIBLE_DEVICES"] = str(number % cards())
+        if asked.profile:
+            command[command.index("--profile") + 1] = asked.profile
+        command += ["--jobs", str(max(1, round(JOBS * (e.seconds or usual) / in_all)))]
+        name = f"conformance of {e.report} {op}"
+        jobs.append(lambda c=command, n=name, v=variables: attacked(session, n, c, until, v))
+    return jobs
 
 
-def attacked(session: Session, name: str, command: list[str], until: float) -> dict[str, Any]:
+def bundle(work: Path) -> Path:
+    """A bundle to begin with, where backends over bundles look for theirs if XDG_DATA_HOME says so."""
+    return work / "data" / "rlkernel" / "bundles" / "first.zip"
+
+
+def renewing(command: str, folder: Path, session: Session) -> tuple[dict[str, str], list[str]]:
+    """The variables and the words of a command that renews a report, which is written to a folder instead."""
+    words = shlex.split(command)
+    variables = dict(w.split("=", 1) for w in words[: words.index("rlkernel")])
+    if "PYTHONPATH" in variables:
+        variables["PYTHONPATH"] += os.pathsep + session.environ["PYTHONPATH"]
+    if "AOT_MISSING" in variables:
+        folder.mkdir(parents=True, exist_ok=True)
+        variables |= {"AOT_MISSING": str(folder / "missing.jsonl"), "XDG_DATA_HOME": str(session.work / "data")}
+    words = [sys.executable, "-m", *words[words.index("rlkernel") :]]
+    words[words.index("--report") + 1] = str(folder)
+    return variables, words
+
+
+def cards() -> int:
+    """How many GPUs of NVIDIA's there are."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def attacked(
+    session: Session, name: str, command: list[str], until: float, variables: Mapping[str, str] = NONE
+) -> dict[str, Any]:
     """A run that ends by itself and says which clauses it had no time for."""
     left = until - time.monotonic()
-    return session.run(name, [*command, "--within", str(max(1.0, left - LAST))], left)
+    within = str(max(1.0, left - LAST))
+    limit = [] if "--limit" in command else ["--limit", within]
+    return session.run(name, [*command, *limit, "--within", within], left, variables=variables)
 
 
-def merged_conformance(session: Session, backend: str, profile: str) -> dict[str, Any] | None:
-    """The reports of one backend's operators as one report; what was not finished is not in it."""
+def conformance_reports(session: Session) -> dict[str, dict[str, Any]]:
+    """Name of a report -> what was found of its operators; what was not finished is not in it."""
     from rlkernel_conformance.documents import read
     from rlkernel_conformance.report import merged
 
-    files = sorted((session.work / "conformance" / profile / backend).glob("*/report.json"))
-    return reduce(merged, map(read, files)) if files else None
+    found: dict[str, list[Path]] = {}
+    for file in sorted((session.work / "conformance").glob("*/*/report.json")):
+        found.setdefault(file.parents[1].name, []).append(file)
+    return {name: reduce(merged, map(read, files)) for name, files in found.items()}
 
 
 def bench(session: Session, asked: argparse.Namespace, backends: list[str]) -> None:
@@ -279,12 +342,15 @@ def options() -> argparse.Namespace:
     parser.add_argument("--suites", help="benchmark suites with commas, in that order")
     parser.add_argument("--backends", help="with commas; all of the clone unless given")
     parser.add_argument("--missing", action="store_true", help="conformance: only what conformance/reports lacks")
+    parser.add_argument(
+        "--reports", help="with --missing: folders of conformance/reports with commas; all unless given"
+    )
     parser.add_argument("--ops", help="operators of the conformance, with commas; all unless given")
     parser.add_argument("--peers", help="as of rlkernel bench run")
     parser.add_argument("--seconds", type=float, help="as of rlkernel bench run")
     parser.add_argument("--size", default="full")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--profile", default="standard", help="of conformance, or several with commas")
+    parser.add_argument("--profile", help="of conformance, standard unless given; with --missing as the reports say")
     parser.add_argument("--checking", type=float, default=0.45, help="share of the time for tests and conformance")
     return parser.parse_args()
 
@@ -311,19 +377,18 @@ def main() -> int:
         parts = asked.only.split(",")
         limit = asked.budget * (asked.checking if "bench" in parts else 0.97)
         until = time.monotonic() + limit
-        profiles = asked.profile.split(",")
         checks = tests(session, {n: f for n, f in folders.items() if n in names}, until) if "tests" in parts else []
         attacks = []
-        if "conformance" in parts:
+        if "conformance" in parts and asked.missing:
+            attacks = renewals(session, asked, until)
+        elif "conformance" in parts:
             attacks = conformance(session, [n for n in names if n != "torch"], asked, until)
         found = in_parallel([*attacks, *checks], session, until)
         if checks:
             kept = [report for report in found if report and "name" in report]
             write_json(asked.out / "tests.json", kept)
-        for name, profile in ((n, p) for n in names for p in profiles):
-            report = merged_conformance(session, name, profile) if attacks else None
-            if report is not None:
-                write_json(asked.out / f"conformance-{name}-{profile}.json", report)
+        for name, report in conformance_reports(session).items() if attacks else ():
+            write_json(asked.out / f"conformance-{name}.json", report)
         if "bench" in parts:
             bench(session, asked, names)
         summary = {"steps": session.steps, "seconds_left": round(session.left, 1)}

@@ -38,7 +38,7 @@ RENEWABLE: Final = ("older", "changed", "missing", "absent")
 _CHANGES_NOTHING: Final = ("numpy",)  # packages of a report that no kernel computes with
 # Modules whose reports tools/simulated_reports.py makes, at an effort of its own.
 _SIMULATED: Final = "rlkernel_rocm.simulated."
-# backends/triton/tools/aot_compile_missing.py compiles the builds that a bundle lacks; older reports know it by another name.
+# backends/triton/tools/aot_compile_missing.py compiles the builds that a bundle lacks; older reports have another name.
 _COMPILING: Final = "aot_compile_missing"
 _RENAMED: Final = {"aot_growing": _COMPILING}
 

@@ -97,7 +97,7 @@ def here(backend: str, where: str | None = None) -> Backend | None:
 
 @contextmanager
 def importable() -> Iterator[None]:
-    """The scope in which manifests of the clone can be loaded although its backends, and their tools, are not installed."""
+    """The scope in which manifests of the clone can be loaded although its backends and tools are not installed."""
     folders = [str(folder) for file in _projects() for folder in (file.parent, file.parent / "tools")]
     added = [folder for folder in folders if folder not in sys.path]
     sys.path.extend(added)

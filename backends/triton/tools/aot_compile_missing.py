@@ -1,10 +1,10 @@
 """Bundles that grow: a build that none has is compiled when it is asked for, and written down.
 
     rlkernel aot build --op whiten --target sm_90
-    PYTHONPATH=backends/triton/tools AOT_MISSING=missing.jsonl rlkernel conformance run aot-compiling \\
-        --device cuda --manifest aot_compile_missing:backend
+    export PYTHONPATH=backends/triton/tools AOT_MISSING=missing.jsonl
+    rlkernel conformance run aot-compiling --device cuda --manifest aot_compile_missing:backend
 
-What stands in the file afterwards is what the bundles lacked, and beside it, in `missing/`, lies a bundle of each build.
+What stands in the file afterwards is what bundles lacked, and beside it, in `missing/`, lies a bundle of each build.
 The backend runs this GPU's own machine code; with AOT_CODE=ptx it is `orin-ptx`, which runs the code for sm_87 through
 the driver's compiler. Needs Triton, and one bundle with code of that kind.
 """
