@@ -66,10 +66,10 @@ def put(folder: Path, backend: str, **changes) -> None:
 
 @pytest.fixture
 def session(tmp_path, monkeypatch):
-    """A session over a clone with reports of plain torch on a CPU and of sm_87 code on a GPU."""
+    """A session over a clone with reports of plain torch and a simulator on a CPU and of sm_87 code on a GPU."""
     module = gpu_all()
-    put(tmp_path / "conformance" / "reports" / "torch", "torch")
-    put(tmp_path / "conformance" / "reports" / "orin-ptx", "orin-ptx")
+    for name in ("torch", "rocm-simulated-gfx942", "orin-ptx"):
+        put(tmp_path / "conformance" / "reports" / name, name)
     monkeypatch.setattr(module, "ROOT", tmp_path)
     environ = {"PYTHONPATH": "clone"}
     made = module.Session(tmp_path, tmp_path / "work", time.monotonic() + 60, environ, {}, io.StringIO())

@@ -207,7 +207,7 @@ def conformance(session: Session, backends: list[str], asked: argparse.Namespace
 
 
 def renewals(session: Session, asked: argparse.Namespace, until: float) -> list[Any]:
-    """What the committed reports of this kind of device lack, as jobs: the commands that `evidence` names."""
+    """What committed reports of this kind of device lack, as jobs: the commands of `rlkernel conformance evidence`."""
     from rlkernel.probe import arch_of
     from rlkernel_conformance.documents import read, write
     from rlkernel_conformance.evidence import RENEWABLE, evidence
@@ -219,6 +219,7 @@ def renewals(session: Session, asked: argparse.Namespace, until: float) -> list[
     here = (asked.device.partition(":")[0], [arch])
     mine = {n for n, c in contents.items() if (c["device"].partition(":")[0], architectures(c)) == here}
     due = [e for e in evidence(reports) if e.state in RENEWABLE and e.report in mine]
+    due = [e for e in due if "rlkernel" in shlex.split(e.command)]  # simulators have a tool, and all the time
     if asked.ops:
         due = [e for e in due if e.op.partition("@")[0] in asked.ops.split(",")]
     if any(word.startswith("AOT_MISSING=") for e in due for word in shlex.split(e.command)):  # what compiles needs one
@@ -352,7 +353,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--profile", help="of conformance, standard unless given; with --missing as the reports say")
     parser.add_argument("--checking", type=float, default=0.45, help="share of the time for tests and conformance")
-    return parser.parse_args()
+    asked = parser.parse_args()
+    if asked.missing and asked.backends:
+        parser.error("--backends: with --missing name folders of conformance/reports, by --reports")
+    return asked
 
 
 def main() -> int:
