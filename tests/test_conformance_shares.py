@@ -64,6 +64,12 @@ def test_what_took_longest_is_begun_first_and_processes_have_as_much_to_do() -> 
     ]  # fmt: skip
 
 
+def test_a_table_of_which_no_time_is_known_is_begun_first() -> None:
+    found = shares([*others(4), table()], 1, {"LP-3": 30.0})
+    assert [[a.clause.id for a in share] for share in found] == [["LP-97", "LP-0", "LP-1", "LP-2", "LP-3"]]
+    assert [share[0].clause.id for share in shares([*others(4), table()], 3, {"LP-3": 30.0})] == ["LP-97"] * 3
+
+
 @pytest.mark.parametrize("number", [1, 3, 20])  # 20: some parts have no rows
 def test_the_parts_of_a_table_execute_what_the_whole_does(number) -> None:
     seen = []

@@ -23,7 +23,9 @@ def shares(due: list[Attack], most: int, took: Mapping[str, float]) -> list[tupl
     Args:
         due: attacks on one operator.
         most: processes at most.
-        took: seconds of clauses in an earlier run; a clause that is not there counts as the median.
+        took: seconds of clauses in an earlier run. A clause that is not there counts as the median; a table as all
+            others together, and it is begun first: on a GPU, where kernels are compiled for each row, it takes that
+            long, and an outcome of a part alone is lost.
     """
     tables = [a for a in due if isinstance(a.cases, Table) and a.cases.splits]
     others = [a for a in due if a not in tables]
@@ -31,10 +33,12 @@ def shares(due: list[Attack], most: int, took: Mapping[str, float]) -> list[tupl
     parts = min(number, PARTS)
     middle = median(took.values()) if took else 1.0
     work = [(took.get(a.clause.id, middle), a) for a in others]
+    usual = sum(seconds for seconds, _ in work) or middle
     for a in tables:
-        work += [(took.get(a.clause.id, middle) / parts, replace(a, part=(i, parts))) for i in range(parts)]
+        work += [(took.get(a.clause.id, usual) / parts, replace(a, part=(i, parts))) for i in range(parts)]
+    untimed = {a.clause.id for a in tables} - took.keys()
     loads, found = [0.0] * number, [list[Attack]() for _ in range(number)]
-    for seconds, a in sorted(work, key=lambda w: -w[0]):
+    for seconds, a in sorted(work, key=lambda w: (w[1].clause.id not in untimed, -w[0])):
         free = [i for i in range(number) if all(b.clause.id != a.clause.id for b in found[i])]
         least = min(free, key=lambda i: (loads[i], len(found[i])))
         found[least].append(a)
