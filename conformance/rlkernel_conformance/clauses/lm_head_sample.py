@@ -142,6 +142,13 @@ def degenerate_rows_are_those_of_sample(subject: Subject, case: Heads) -> None:
         none = subject(**given | to(subject.device, {"bias": torch.full_like(few, -torch.inf), "hidden": eye}))
         require(bool((none.token == -5).all()), f"an empty law draws {none.token.tolist()}")
         require(bool((none.status == Status.EMPTY).all()), f"an empty law has status {none.status.tolist()}")
+        alone = torch.full_like(few, -torch.inf)
+        alone[places[0]] = 0.0
+        temperature = torch.tensor([0.0, 0.7], dtype=torch.float32).repeat(4)
+        lone = subject(**given | to(subject.device, {"bias": alone, "hidden": eye, "temperature": temperature}))
+        require(bool((lone.token == places[0]).all()), f"one id is allowed, drawn are {lone.token.tolist()}")
+        require(bool((lone.threshold == -torch.inf).all()), f"nothing is cut, thresholds are {lone.threshold.tolist()}")
+        require(bool((lone.threshold_id == -1).all()), f"nothing is cut at an id, got {lone.threshold_id.tolist()}")
 
 
 @attack("LH-06", lambda s: heads(s, edits=True), scale=SCALE, examples=(Heads(0, V=1100, edits=True),))
