@@ -168,8 +168,15 @@ def test_a_report_of_what_compiles_missing_builds_is_compared_with_it(name) -> N
 
 
 def test_the_command_that_renews_a_report_names_no_installed_backend_with_a_manifest() -> None:
-    named = {e.backend for e in evidence.evidence(COMMITTED) if "--manifest" in e.command}
-    assert named & set(known()) == set()
+    contents = {path: documents.read(path) for path in evidence.reports(COMMITTED)}
+    commands = {c["backend"]: evidence.renewal(c, "whiten@1", path.parent) for path, c in contents.items()}
+    named = {backend for backend, command in commands.items() if "--manifest" in command}
+    assert {backend: backend in known() for backend in named} == {"aot-compiling": False, "orin-ptx": False}
+
+
+def test_the_command_names_no_manifest_where_its_backend_has_been_installed_since(cli) -> None:
+    put(manifest=known()["torch"])
+    assert "--manifest" not in evidence.renewal(documents.read(FOLDER / "here"), "whiten@1", FOLDER / "here")
 
 
 def test_the_command_line_prints_what_is_due_and_json_has_all(cli) -> None:
@@ -179,7 +186,7 @@ def test_the_command_line_prints_what_is_due_and_json_has_all(cli) -> None:
     assert "1 of 2 to renew" in said
     assert "--report conformance/reports/old" in said
     assert "--report conformance/reports/new" not in said
-    assert "more are of backends that are not here" not in said
+    assert "cannot be compared" not in said
     rows = json.loads(cli("conformance", "evidence", "--op", "whiten", "--json").stdout)
     assert [(r["report"], r["state"], bool(r["command"])) for r in rows] == [
         ("new", "current", False),
@@ -190,7 +197,7 @@ def test_the_command_line_prints_what_is_due_and_json_has_all(cli) -> None:
 def test_the_command_line_says_how_many_reports_it_cannot_compare(cli) -> None:
     put("acme", backend="acme", manifest="no_such_module:backend")
     said = cli("conformance", "evidence", "--op", "whiten").stdout
-    assert said.splitlines()[-1] == "1 more are of backends that are not here to compare with: acme"
+    assert said.splitlines()[-1] == "1 more cannot be compared: install their backends, or set PYTHONPATH: acme"
 
 
 def test_a_folder_without_reports_is_an_error(tmp_path) -> None:

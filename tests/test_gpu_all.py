@@ -89,7 +89,7 @@ def renewed(session, *words: str, arch: str) -> list[tuple[str, list[str], dict]
     module, made, ran = session
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rlkernel.probe.arch_of", lambda device: arch)
-        patch.setattr(module, "cards", lambda: 2)
+        patch.setattr(module, "cards", lambda: ["4", "7"] if "cuda" in words else [])
         for job in module.renewals(made, asked(*words), time.monotonic() + 60):
             job()
     return ran
@@ -106,8 +106,24 @@ def test_a_run_of_what_is_missing_begins_with_what_the_committed_report_says_of_
     assert list(documents.read(into)["operators"]) == ["whiten@1"]
 
 
-def test_reports_of_other_hardware_are_not_renewed(session) -> None:
+def test_reports_of_other_hardware_are_not_renewed(session, capsys) -> None:
     assert renewed(session, "--device", "cuda", arch="sm80") == []
+    assert capsys.readouterr().out.startswith("nothing to renew on cuda (sm80) in ")
+
+
+def test_the_gpus_are_those_that_the_caller_may_use(monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,5")
+    assert gpu_all().cards() == ["2", "5"]
+
+
+@pytest.mark.parametrize(
+    "words", [("--reports", "triton"), ("--missing", "--backends", "triton"), ("--missing", "--profile", "quick,deep")]
+)
+def test_options_that_would_have_no_effect_are_errors(words, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_all.py", *words])
+    with pytest.raises(SystemExit):
+        gpu_all().options()
+    assert f"error: {words[-2]}: " in capsys.readouterr().err
 
 
 def test_reports_over_bundles_are_renewed_with_a_bundle_and_their_tool_on_one_of_the_gpus(session) -> None:
@@ -124,7 +140,7 @@ def test_reports_over_bundles_are_renewed_with_a_bundle_and_their_tool_on_one_of
         "AOT_MISSING": f"{into}/missing.jsonl",
         "AOT_CODE": "ptx",
         "XDG_DATA_HOME": str(work / "data"),
-        "CUDA_VISIBLE_DEVICES": "0",
+        "CUDA_VISIBLE_DEVICES": "4",
     }
     assert gpu_all().bundle(work).is_relative_to(work / "data")
 

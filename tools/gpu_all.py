@@ -3,15 +3,14 @@
     python tools/gpu_all.py --out $OUT                      # tests, conformance, benchmarks
     python tools/gpu_all.py --out $OUT --only bench --suites linear_logprob,logprob
     python tools/gpu_all.py --out /tmp/x --device cpu --size toy --only bench --suites dispatch
+    python tools/gpu_all.py --out $OUT --only conformance --missing --reports triton,orin-ptx
 
 Nothing needs to be installed but the dependencies. Distributions of the clone (rlkernel and every folder of `backends/`
 with a pyproject.toml) are made visible to discovery by metadata written on the fly. Tests and conformance share the
 card; the benchmarks have it alone. What runs out of time is ended and said so.
 
-    python tools/gpu_all.py --out $OUT --only conformance --missing --reports triton,orin-ptx
-
-The last carries out the commands of `rlkernel conformance evidence` for reports of this kind of GPU, on all GPUs that
-are here, and begins with what took longest. What comes back renews a committed report:
+With --missing it carries out the commands of `rlkernel conformance evidence` for reports of this kind of GPU, on all
+GPUs that are here, and begins with what took longest. What comes back renews a committed report:
 `rlkernel conformance report conformance-NAME.json --report conformance/reports/NAME`.
 
 Writes summary.json, log.txt, tests.json, conformance-NAME.json and bench/results.json under --out.
@@ -53,7 +52,6 @@ SUITES = (
 LARGE = {"linear_logprob", "linear_policy_loss"}  # where plain torch would take most of the time
 LIMIT = 240  # seconds for a clause: many compile at the same time, on a cold cache
 LAST = 15.0  # seconds for a run of the suite to write its report when its time is over
-NONE: Mapping[str, str] = {}
 CORES = len(os.sched_getaffinity(0))
 JOBS = max(2, CORES - 2)  # processes that share the card: most of their time is compilation
 
@@ -106,7 +104,13 @@ class Session:
         return self.until - time.monotonic()
 
     def run(
-        self, name: str, command: list[str], limit: float, *, bare: bool = False, variables: Mapping[str, str] = NONE
+        self,
+        name: str,
+        command: list[str],
+        limit: float,
+        *,
+        bare: bool = False,
+        variables: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """One process with a time limit; it and what it started are ended when that is over."""
         start = time.monotonic()
@@ -118,7 +122,7 @@ class Session:
                 stdout=said,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env={**(self.bare if bare else self.environ), **variables},
+                env={**(self.bare if bare else self.environ), **(variables or {})},
                 start_new_session=True,
             )
             try:
@@ -219,35 +223,39 @@ def renewals(session: Session, asked: argparse.Namespace, until: float) -> list[
     here = (asked.device.partition(":")[0], [arch])
     mine = {n for n, c in contents.items() if (c["device"].partition(":")[0], architectures(c)) == here}
     due = [e for e in evidence(reports) if e.state in RENEWABLE and e.report in mine]
-    due = [e for e in due if "rlkernel" in shlex.split(e.command)]  # simulators have a tool, and all the time
+    due = [
+        e for e in due if "rlkernel" in shlex.split(e.command)
+    ]  # tools/simulated_reports.py renews those of simulators
     if asked.ops:
         due = [e for e in due if e.op.partition("@")[0] in asked.ops.split(",")]
+    if not due:
+        print(f"nothing to renew on {asked.device} ({arch}) in {', '.join(names)}: see rlkernel conformance evidence")
     if any(word.startswith("AOT_MISSING=") for e in due for word in shlex.split(e.command)):  # what compiles needs one
         build = [sys.executable, "-m", "rlkernel", "aot", "build", "--op", "whiten", "--out", str(bundle(session.work))]
         targets = dict.fromkeys(("sm_87", arch.replace("sm", "sm_")))
         session.run("a bundle", [*build, *(w for t in targets for w in ("--target", t))], until - time.monotonic())
     usual = median([e.seconds for e in due if e.seconds] or [1.0])
-    due.sort(key=lambda e: -(e.seconds or usual))
-    in_all = sum(e.seconds or usual for e in due)
+    weights = sorted(((e.seconds or usual, e) for e in due), key=lambda w: -w[0])
+    in_all, gpus, limit = sum(seconds for seconds, _ in weights), cards(), str(max(1.0, until - time.monotonic()))
     jobs = []
-    for number, e in enumerate(due):
+    for number, (seconds, e) in enumerate(weights):
         op = e.op.partition("@")[0]
         folder = session.work / "conformance" / e.report / op
         if e.op in contents[e.report]["operators"]:
             write(only(contents[e.report], [e.op]), folder)
         variables, command = renewing(e.command, folder, session)
-        if cards() > 1:
-            variables["CUDA_VISIBLE_DEVICES"] = str(number % cards())
+        if gpus:
+            variables["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
         if asked.profile:
             command[command.index("--profile") + 1] = asked.profile
-        command += ["--jobs", str(max(1, round(JOBS * (e.seconds or usual) / in_all)))]
+        command += ["--limit", limit, "--jobs", str(max(1, round(JOBS * seconds / in_all)))]
         name = f"conformance of {e.report} {op}"
         jobs.append(lambda c=command, n=name, v=variables: attacked(session, n, c, until, v))
     return jobs
 
 
 def bundle(work: Path) -> Path:
-    """A bundle to begin with, where backends over bundles look for theirs if XDG_DATA_HOME says so."""
+    """The first bundle's file: XDG_DATA_HOME=work/data has backends over bundles find it."""
     return work / "data" / "rlkernel" / "bundles" / "first.zip"
 
 
@@ -265,21 +273,20 @@ def renewing(command: str, folder: Path, session: Session) -> tuple[dict[str, st
     return variables, words
 
 
-def cards() -> int:
-    """How many GPUs of NVIDIA's there are."""
+def cards() -> list[str]:
+    """The GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
     import torch
 
-    return torch.cuda.device_count()
+    asked = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return asked.split(",") if asked else [str(i) for i in range(torch.cuda.device_count())]
 
 
 def attacked(
-    session: Session, name: str, command: list[str], until: float, variables: Mapping[str, str] = NONE
+    session: Session, name: str, command: list[str], until: float, variables: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """A run that ends by itself and says which clauses it had no time for."""
     left = until - time.monotonic()
-    within = str(max(1.0, left - LAST))
-    limit = [] if "--limit" in command else ["--limit", within]
-    return session.run(name, [*command, *limit, "--within", within], left, variables=variables)
+    return session.run(name, [*command, "--within", str(max(1.0, left - LAST))], left, variables=variables)
 
 
 def conformance_reports(session: Session) -> dict[str, dict[str, Any]]:
@@ -356,6 +363,10 @@ def options() -> argparse.Namespace:
     asked = parser.parse_args()
     if asked.missing and asked.backends:
         parser.error("--backends: with --missing name folders of conformance/reports, by --reports")
+    if asked.reports and not asked.missing:
+        parser.error("--reports: it names what --missing renews; add --missing")
+    if asked.missing and "," in (asked.profile or ""):
+        parser.error("--profile: one with --missing")
     return asked
 
 

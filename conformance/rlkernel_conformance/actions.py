@@ -255,7 +255,7 @@ def _evidence(*, effort: Effort) -> bool:
     typer.echo("".join(f"{e.command}\n" for e in due), nl=False)
     if unknown := [e for e in found if e.state == "unknown"]:
         named = ", ".join(dict.fromkeys(e.report for e in unknown))
-        typer.echo(f"{len(unknown)} more are of backends that are not here to compare with: {named}")
+        typer.echo(f"{len(unknown)} more cannot be compared: install their backends, or set PYTHONPATH: {named}")
     return True
 
 

@@ -238,7 +238,7 @@ def renewal(content: Mapping[str, Any], op: str, folder: Path) -> str:
         f"rlkernel conformance run {name} --op {op.partition('@')[0]} --missing",
         f"--profile {profile if profile in PROFILES else next(iter(PROFILES))}",
         f"--device {content['device'].partition(':')[0]}",
-        *([f"--manifest {manifest}"] if manifest else []),
+        *([f"--manifest {manifest}"] if manifest not in (None, known().get(name)) else []),
         f"--report {folder}",
     ]
     return " ".join(words)
