@@ -16,6 +16,7 @@ import pytest
 from rlkernel_bench.results import read
 
 from rlkernel_conformance import documents
+from rlkernel_conformance.evidence import Evidence
 from rlkernel_conformance.report import content_hash, only
 
 ROOT = Path(__file__).parents[1]
@@ -143,6 +144,19 @@ def test_reports_over_bundles_are_renewed_with_a_bundle_and_their_tool_on_one_of
         "CUDA_VISIBLE_DEVICES": "4",
     }
     assert gpu_all().bundle(work).is_relative_to(work / "data")
+
+
+def test_an_operator_that_nobody_timed_is_expected_to_take_what_it_took_in_another_report() -> None:
+    timed, elsewhere, nowhere = (
+        Evidence("orin-ptx", "orin-ptx", op, "missing", 1, seconds, "")
+        for op, seconds in (("glu@1", 3.0), ("whiten@1", 0.0), ("rope@1", 0.0))
+    )
+    reports = [
+        {"operators": {"whiten@1": {"clauses": [{"seconds": 4.0}, {"seconds": 5.0}]}}},
+        {"operators": {"whiten@1": {"clauses": [{"seconds": 0.0}]}}},
+    ]
+    took = gpu_all().weights([timed, elsewhere, nowhere], reports)
+    assert took == {timed: 3.0, elsewhere: 9.0, nowhere: 6.0}
 
 
 def test_what_was_renewed_comes_back_by_the_name_of_the_report(session) -> None:

@@ -34,12 +34,15 @@ from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # runs where nothing is installed
 
 from rlkernel_core.files import write_json
+
+if TYPE_CHECKING:
+    from rlkernel_conformance.evidence import Evidence
 
 PATHS = (".", "registry", "conformance", "benchmarks", "backends/common", "backends/torch")
 NEEDED = ("torch", "numpy", "packaging", "pluggy", "pydantic", "rich", "typer", "hypothesis", "pytest")
@@ -54,6 +57,7 @@ LIMIT = 240  # seconds for a clause: many compile at the same time, on a cold ca
 LAST = 15.0  # seconds for a run of the suite to write its report when its time is over
 CORES = len(os.sched_getaffinity(0))
 JOBS = max(2, CORES - 2)  # processes that share the card: most of their time is compilation
+PIECES = 2  # of its fair share of the time that an operator of --missing takes: then few processes wait for the last
 
 
 def distributions(into: Path, *, backends: bool = True) -> dict[str, Path]:
@@ -234,11 +238,11 @@ def renewals(session: Session, asked: argparse.Namespace, until: float) -> list[
         build = [sys.executable, "-m", "rlkernel", "aot", "build", "--op", "whiten", "--out", str(bundle(session.work))]
         targets = dict.fromkeys(("sm_87", arch.replace("sm", "sm_")))
         session.run("a bundle", [*build, *(w for t in targets for w in ("--target", t))], until - time.monotonic())
-    usual = median([e.seconds for e in due if e.seconds] or [1.0])
-    weights = sorted(((e.seconds or usual, e) for e in due), key=lambda w: -w[0])
-    in_all, gpus, limit = sum(seconds for seconds, _ in weights), cards(), str(max(1.0, until - time.monotonic()))
+    took = weights(due, [contents[name] for name in sorted(mine)])
+    longest = sorted(due, key=lambda e: -took[e])
+    in_all, gpus, limit = sum(took.values()), cards(), str(max(1.0, until - time.monotonic()))
     jobs = []
-    for number, (seconds, e) in enumerate(weights):
+    for number, e in enumerate(longest):
         op = e.op.partition("@")[0]
         folder = session.work / "conformance" / e.report / op
         if e.op in contents[e.report]["operators"]:
@@ -248,10 +252,21 @@ def renewals(session: Session, asked: argparse.Namespace, until: float) -> list[
             variables["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
         if asked.profile:
             command[command.index("--profile") + 1] = asked.profile
-        command += ["--limit", limit, "--jobs", str(max(1, round(JOBS * seconds / in_all)))]
+        command += ["--limit", limit, "--jobs", str(max(1, round(PIECES * JOBS * took[e] / in_all)))]
         name = f"conformance of {e.report} {op}"
         jobs.append(lambda c=command, n=name, v=variables: attacked(session, n, c, until, v))
     return jobs
+
+
+def weights(due: list[Evidence], contents: list[dict[str, Any]]) -> dict[Evidence, float]:
+    """Seconds that each is expected to take: as in its report, else as in another of these, else as most do."""
+    elsewhere: dict[str, float] = {}
+    for content in contents:
+        for op, found in content["operators"].items():
+            elsewhere[op] = max(elsewhere.get(op, 0.0), sum(c["seconds"] for c in found["clauses"]))
+    known = {e: e.seconds or elsewhere.get(e.op, 0.0) for e in due}
+    usual = median([seconds for seconds in known.values() if seconds] or [1.0])
+    return {e: seconds or usual for e, seconds in known.items()}
 
 
 def bundle(work: Path) -> Path:
