@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -205,12 +205,16 @@ class Subject:
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
-        """The scope in which calls reach the subject and nothing else.
+        """The scope in which calls reach the subject and nothing else, and in which its GPU is the current one.
+
+        Memory is measured, and streams are looked at, of the current device.
 
         Raises:
             ResolutionError: the backend has no implementation for this device.
         """
         if not self.impls:
             raise ResolutionError(f"{self.backend} implements no {self.spec.id} for {self.device}")
-        with rlkernel.use(self.backend, fallback="error", need=self.need):  # a report is what the policy may need
+        device = torch.device(self.device)
+        current = nullcontext() if device.type != "cuda" or device.index is None else torch.cuda.device(device)
+        with current, rlkernel.use(self.backend, fallback="error", need=self.need):  # a report is what it may need
             yield

@@ -1,6 +1,9 @@
 """What a bundle serves beyond the calls that it was recorded of, and what it says of the others before they run."""
 
 import json
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,7 +17,7 @@ from rlkernel_triton.aot.backend import BundleBackend
 from rlkernel_triton.aot.bundle import Bundle, NoBuildError
 from rlkernel_triton.aot.bundle_launcher import argument_of
 from rlkernel_triton.aot.command import build
-from rlkernel_triton.aot.compiling import compiled, with_specializations
+from rlkernel_triton.aot.compiling import compiled, specializations, with_specializations
 from rlkernel_triton.aot.configuration_recorder import ConfigurationRecorder
 from rlkernel_triton.aot.configurations import Argument
 from rlkernel_triton.aot.dry_run import call_signature
@@ -120,6 +123,22 @@ def test_what_workloads_keep_is_specialized_and_nothing_else() -> None:
     assert ones == {("a_step", "b_step"), ("a_stride", "b_step"), ("a_step", "b_stride"), ()}  # the third: LoRA
     assert [b.divisible for b in made if b.specialization == min(b.specialization for b in made)] == [()]
     assert [c.spilled for c, _ in compiled([b for b in made if b.divisible], "sm_87")] == [0, 0, 0]
+
+
+IN_INFERENCE_MODE = """
+import torch
+with torch.inference_mode():
+    from rlkernel_triton.aot.compiling import specializations
+    print(len(specializations()))
+"""
+
+
+def test_what_workloads_keep_is_found_in_inference_mode_too() -> None:
+    """In a process of its own: whoever asks first makes the tensors of the table."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", IN_INFERENCE_MODE]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, f"{len(specializations())}\n"), done.stderr
 
 
 def test_builds_that_differ_in_what_is_never_read_are_compiled_once(tmp_path) -> None:

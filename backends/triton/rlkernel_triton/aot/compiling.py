@@ -14,6 +14,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Final, NamedTuple
 
+import torch
 import triton
 
 from rlkernel_core.errors import ArgumentError, RLKernelError, UnknownNameError
@@ -57,7 +58,7 @@ def require(target: str) -> None:
         made_by = ", ".join(f"{tool} {version}" for tool, version in compiler().items())
         raise ArgumentError(
             "target", target, f"no assembler of this Triton knows {name}: {made_by}",
-            "Configuration it with Triton 3.7 or newer, or name a newer ptxas: TRITON_PTXAS_BLACKWELL_PATH.",
+            "Build it with Triton 3.7 or newer, or name a newer ptxas: TRITON_PTXAS_BLACKWELL_PATH.",
         )  # fmt: skip
 
 
@@ -106,11 +107,13 @@ def specializations() -> dict[str, tuple[Specialization, ...]]:
 
     Those that differ in pointers alone are one: memory is aligned wherever a tensor begins.
     """
-    from rlkernel_triton.recorded import recorded
-    from rlkernel_triton.workloads import WORKLOADS
+    with torch.inference_mode(False):  # a build may be missed in inference mode, whose tensors have no gradients
+        from rlkernel_triton.recorded import recorded
+        from rlkernel_triton.workloads import WORKLOADS
 
+        builds = [r.build for op in WORKLOADS for target in _PLANNED for r in recorded(op, target)]
     found: dict[str, dict[frozenset[str], Specialization]] = {}
-    for build in [r.build for op in WORKLOADS for target in _PLANNED for r in recorded(op, target)]:
+    for build in builds:
         constants = _constexprs(_kernel(build))
         ones = frozenset(n for n, v in build.constants if n not in constants and v == 1)
         pointers = frozenset(n for n, kind in build.types if n in build.divisible and kind.startswith("*"))
