@@ -28,7 +28,7 @@ import tempfile
 import time
 import tomllib
 import xml.etree.ElementTree as ET
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import reduce
@@ -57,7 +57,7 @@ LIMIT = 240  # seconds for a clause: many compile at the same time, on a cold ca
 LAST = 15.0  # seconds for a run of the suite to write its report when its time is over
 CORES = len(os.sched_getaffinity(0))
 JOBS = max(2, CORES - 2)  # processes that share the card: most of their time is compilation
-PIECES = 2  # of its fair share of the time that an operator of --missing takes: then few processes wait for the last
+PIECES = 3  # processes for an operator of --missing that would keep one busy all the time: then few wait for the last
 
 
 def distributions(into: Path, *, backends: bool = True) -> dict[str, Path]:
@@ -222,11 +222,11 @@ def renewals(session: Session, asked: argparse.Namespace, until: float) -> list[
     from rlkernel_conformance.report import architectures, only
 
     reports, arch = ROOT / "conformance" / "reports", str(arch_of(asked.device))
-    names = asked.reports.split(",") if asked.reports else [f.parent.name for f in reports.glob("*/report.json")]
-    contents = {name: read(reports / name) for name in names}
+    contents = {f.parent.name: read(f) for f in sorted(reports.glob("*/report.json"))}
     here = (asked.device.partition(":")[0], [arch])
-    mine = {n for n, c in contents.items() if (c["device"].partition(":")[0], architectures(c)) == here}
-    due = [e for e in evidence(reports) if e.state in RENEWABLE and e.report in mine]
+    mine = {n: c for n, c in contents.items() if (c["device"].partition(":")[0], architectures(c)) == here}
+    names = asked.reports.split(",") if asked.reports else list(contents)
+    due = [e for e in evidence(reports) if e.state in RENEWABLE and e.report in mine and e.report in names]
     due = [
         e for e in due if "rlkernel" in shlex.split(e.command)
     ]  # tools/simulated_reports.py renews those of simulators
@@ -238,7 +238,7 @@ def renewals(session: Session, asked: argparse.Namespace, until: float) -> list[
         build = [sys.executable, "-m", "rlkernel", "aot", "build", "--op", "whiten", "--out", str(bundle(session.work))]
         targets = dict.fromkeys(("sm_87", arch.replace("sm", "sm_")))
         session.run("a bundle", [*build, *(w for t in targets for w in ("--target", t))], until - time.monotonic())
-    took = weights(due, [contents[name] for name in sorted(mine)])
+    took = weights(due, mine.values())
     longest = sorted(due, key=lambda e: -took[e])
     in_all, gpus, limit = sum(took.values()), cards(), str(max(1.0, until - time.monotonic()))
     jobs = []
@@ -258,8 +258,8 @@ def renewals(session: Session, asked: argparse.Namespace, until: float) -> list[
     return jobs
 
 
-def weights(due: list[Evidence], contents: list[dict[str, Any]]) -> dict[Evidence, float]:
-    """Seconds that each is expected to take: as in its report, else as in another of these, else as most do."""
+def weights(due: list[Evidence], contents: Iterable[dict[str, Any]]) -> dict[Evidence, float]:
+    """Seconds that each is expected to take: as in its report, else the most in others, else as usual."""
     elsewhere: dict[str, float] = {}
     for content in contents:
         for op, found in content["operators"].items():
