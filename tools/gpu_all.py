@@ -252,7 +252,8 @@ def renewals(session: Session, asked: argparse.Namespace, until: float) -> list[
             variables["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
         if asked.profile:
             command[command.index("--profile") + 1] = asked.profile
-        command += ["--limit", limit, "--jobs", str(max(1, round(PIECES * JOBS * took[e] / in_all)))]
+        processes = min(JOBS, max(1, round(PIECES * JOBS * took[e] / in_all)))
+        command += ["--limit", limit, "--jobs", str(processes)]
         name = f"conformance of {e.report} {op}"
         jobs.append(lambda c=command, n=name, v=variables: attacked(session, n, c, until, v))
     return jobs

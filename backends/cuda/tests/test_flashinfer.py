@@ -1,5 +1,6 @@
 """The backend `flashinfer`: what it computes with a stand-in, and a reason for all that keeps it from running."""
 
+import dataclasses
 import sys
 from types import ModuleType
 
@@ -145,6 +146,19 @@ def test_what_does_not_fit_is_a_reason(installed, shape, spec, said) -> None:
     installed()
     reason = module.fits(QmatmulCall(*product(**shape, spec=spec)))
     assert said in reason.text
+
+
+def test_a_weight_that_does_not_begin_at_16_bytes_is_a_reason(installed) -> None:
+    """Clause QM-97 on an H200: CUDA makes no descriptor of such a tensor, and DeepGEMM raises an assertion."""
+    installed()
+    x, w = product()
+    codes = w.parts["codes"]
+    memory = torch.empty(codes.numel() + 32, dtype=codes.dtype)
+    begin = 1 - memory.data_ptr() % 16
+    moved = memory[begin % 16 :][: codes.numel()].view_as(codes)
+    moved.copy_(codes)
+    reason = module.fits(QmatmulCall(x, dataclasses.replace(w, parts={**w.parts, "codes": moved})))
+    assert reason.text == "a weight that is not contiguous, or not at a multiple of 16 bytes"
 
 
 def test_a_product_is_not_compiled_inside_a_capture(installed, monkeypatch) -> None:
