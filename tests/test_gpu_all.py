@@ -102,6 +102,7 @@ def test_a_run_of_what_is_missing_begins_with_what_the_committed_report_says_of_
     assert name == "conformance of torch whiten"
     assert command[1:7] == ["-m", "rlkernel", "conformance", "run", "torch", "--op"]
     assert "--missing" in command
+    assert command[command.index("--jobs") + 1] == str(session[0].JOBS)  # nothing else is to be renewed
     into = Path(command[command.index("--report") + 1])
     assert into == session[1].work / "conformance" / "torch" / "whiten"
     assert list(documents.read(into)["operators"]) == ["whiten@1"]

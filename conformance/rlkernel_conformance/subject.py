@@ -216,5 +216,6 @@ class Subject:
             raise ResolutionError(f"{self.backend} implements no {self.spec.id} for {self.device}")
         device = torch.device(self.device)
         current = nullcontext() if device.type != "cuda" or device.index is None else torch.cuda.device(device)
-        with current, rlkernel.use(self.backend, fallback="error", need=self.need):  # a report is what it may need
+        # What the subject needs, in place of what the policy does: that may be the report that comes of this.
+        with current, rlkernel.use(self.backend, fallback="error", need=self.need):
             yield
