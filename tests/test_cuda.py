@@ -83,7 +83,7 @@ def test_threads_that_are_ranks_on_one_gpu_do_not_wait_for_each_other_in_backwar
 
 
 def test_the_gpu_that_the_suite_attacks_is_the_current_one() -> None:
-    """Memory is measured of the current device; with one GPU this says little."""
+    """The suite measures the memory of the current device. With one GPU this says little."""
     last = torch.cuda.device_count() - 1
     with Subject("torch", "whiten", f"cuda:{last}").chosen():
         assert torch.cuda.current_device() == last

@@ -128,6 +128,13 @@ def test_options_that_would_have_no_effect_are_errors(words, monkeypatch, capsys
     assert f"error: {words[-2]}: " in capsys.readouterr().err
 
 
+def test_a_report_that_is_not_there_is_an_error_that_names_those_that_are(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_all.py", "--missing", "--reports", "triton,tritom"])
+    with pytest.raises(SystemExit):
+        gpu_all().options()
+    assert "--reports: no tritom in conformance/reports; there are aot-sm90, " in capsys.readouterr().err
+
+
 def test_reports_over_bundles_are_renewed_with_a_bundle_and_their_tool_on_one_of_the_gpus(session) -> None:
     first, second = renewed(session, "--device", "cuda", "--ops", "whiten,glu", "--profile", "toy", arch="sm90")[:2]
     work = session[1].work

@@ -57,7 +57,7 @@ LIMIT = 240  # seconds for a clause: many compile at the same time, on a cold ca
 LAST = 15.0  # seconds for a run of the suite to write its report when its time is over
 CORES = len(os.sched_getaffinity(0))
 JOBS = max(2, CORES - 2)  # processes that share the card: most of their time is compilation
-PIECES = 3  # processes for an operator of --missing that would keep one busy all the time: then few wait for the last
+PIECES = 3  # times its share of the processes that an operator of --missing gets: then none runs long after the others
 
 
 def distributions(into: Path, *, backends: bool = True) -> dict[str, Path]:
@@ -226,10 +226,9 @@ def renewals(session: Session, asked: argparse.Namespace, until: float) -> list[
     here = (asked.device.partition(":")[0], [arch])
     mine = {n: c for n, c in contents.items() if (c["device"].partition(":")[0], architectures(c)) == here}
     names = asked.reports.split(",") if asked.reports else list(contents)
-    due = [e for e in evidence(reports) if e.state in RENEWABLE and e.report in mine and e.report in names]
-    due = [
-        e for e in due if "rlkernel" in shlex.split(e.command)
-    ]  # tools/simulated_reports.py renews those of simulators
+    # tools/simulated_reports.py renews those of simulators
+    due = [e for e in evidence(reports) if e.state in RENEWABLE and "rlkernel" in shlex.split(e.command)]
+    due = [e for e in due if e.report in mine and e.report in names]
     if asked.ops:
         due = [e for e in due if e.op.partition("@")[0] in asked.ops.split(",")]
     if not due:
@@ -260,7 +259,7 @@ def renewals(session: Session, asked: argparse.Namespace, until: float) -> list[
 
 
 def weights(due: list[Evidence], contents: Iterable[dict[str, Any]]) -> dict[Evidence, float]:
-    """Seconds that each is expected to take: as in its report, else the most in others, else as usual."""
+    """Expected seconds of each: those of its report, else the most in any of these, else the median of all."""
     elsewhere: dict[str, float] = {}
     for content in contents:
         for op, found in content["operators"].items():
@@ -381,6 +380,10 @@ def options() -> argparse.Namespace:
         parser.error("--backends: with --missing name folders of conformance/reports, by --reports")
     if asked.reports and not asked.missing:
         parser.error("--reports: it names what --missing renews; add --missing")
+    there = sorted(f.parent.name for f in (ROOT / "conformance" / "reports").glob("*/report.json"))
+    unknown = set(asked.reports.split(",")) - set(there) if asked.reports else None
+    if unknown:
+        parser.error(f"--reports: no {', '.join(sorted(unknown))} in conformance/reports; there are {', '.join(there)}")
     if asked.missing and "," in (asked.profile or ""):
         parser.error("--profile: one with --missing")
     return asked

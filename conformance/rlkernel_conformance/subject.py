@@ -207,7 +207,7 @@ class Subject:
     def chosen(self) -> Iterator[None]:
         """The scope in which calls reach the subject and nothing else, and in which its GPU is the current one.
 
-        Memory is measured, and streams are looked at, of the current device.
+        Attacks measure the memory of the current device, and look at its streams.
 
         Raises:
             ResolutionError: the backend has no implementation for this device.

@@ -30,7 +30,6 @@ from rlkernel_core.spec.qmatmul import QmatmulCall
 from rlkernel_triton.quant import layouts
 
 BLOCK: Final = 128
-_ALIGNED: Final = 16  # bytes: TMA reads from such addresses
 _MULTIPLE: Final = 4  # TMA reads rows of 16 bytes
 _MODULE, _RUNNER = "flashinfer.gemm.gemm_base", "get_fp8_blockscale_gemm_runner_sm90"
 _built: set[tuple[object, ...]] = set()  # what has been compiled and run in this process
@@ -89,8 +88,8 @@ def fits(call: QmatmulCall) -> Reason | None:
         fix = 'quantize with QuantSpec.named("fp8_block128", act="block128_fp8")'
     elif w.shape[0] % BLOCK or w.shape[1] % BLOCK:
         said, fix = f"a weight of {w.shape[0]} x {w.shape[1]}", f"multiples of {BLOCK}"
-    elif not all(part.is_contiguous() for part in w.parts.values()) or w.parts["codes"].data_ptr() % _ALIGNED:
-        said = f"a weight that is not contiguous, or not at a multiple of {_ALIGNED} bytes"
+    elif not all(part.is_contiguous() for part in w.parts.values()) or w.parts["codes"].data_ptr() % 16:
+        said = "a weight that is not contiguous, or not at a multiple of 16 bytes"
     else:
         _, _, said, fix = runner(call.x.device)
     return Reason("shape", "unsupported", said, fix) if said else None

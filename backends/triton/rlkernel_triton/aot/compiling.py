@@ -1,6 +1,6 @@
 """Configurations into a bundle: Triton compiles them for targets that need not be here.
 
-Imports Triton; needs no GPU, and of torch nothing but what the kernels' modules import.
+Imports Triton and torch; needs no GPU.
 """
 
 from __future__ import annotations
